@@ -1,0 +1,113 @@
+"""Settings: frozen, read from defaults < file < environment < arguments; an unknown key is an error."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvass.errors import ConfigError
+
+_PREFIX = "KVASS_"
+_FILE_VARIABLE = "KVASS_CONFIG"
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvass"
+
+
+def _config_file() -> Path | None:
+    named = os.environ.get(_FILE_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise ConfigError(f"{_FILE_VARIABLE} names {named}, which is not a file; correct or unset it")
+        return Path(named)
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    default = home / "kvass" / "kvass.toml"
+    return default if default.is_file() else None
+
+
+class Settings(BaseSettings):
+    """What a user can set. Environment: `KVASS_` and the name in capitals; file: TOML with these keys."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
+
+    host_path: Path = Field(
+        default_factory=lambda: Path(f"/dev/shm/kvass-{os.getuid()}"),  # noqa: S108 - owner-only folder
+        description="Directory of the shared host-memory tier; must lie on a tmpfs.",
+    )
+    host_bytes: int = Field(
+        default=2 << 30, ge=0, description="Byte budget of the host tier over all processes; 0 turns it off."
+    )
+    disk_path: Path = Field(
+        default_factory=lambda: _cache_home() / "objects", description="Directory of the SSD tier."
+    )
+    disk_bytes: int = Field(
+        default=20 << 30, ge=0, description="Byte budget of the SSD tier over all processes; 0 turns it off."
+    )
+    models_path: Path = Field(
+        default_factory=lambda: _cache_home() / "models",
+        description="Directory for converted models, tokenizers and weight digests.",
+    )
+    chunk_tokens: int = Field(
+        default=256, ge=16, le=4096, description="Tokens in a stored chunk; part of no key, but of every hit."
+    )
+    io_threads: int = Field(
+        default_factory=lambda: max(2, min(8, os.cpu_count() or 2)),
+        ge=1,
+        le=64,
+        description="Threads that read, verify and write objects.",
+    )
+    store_deadline: float = Field(
+        default=5.0, gt=0, description="Seconds after which a store that is still waiting is given up."
+    )
+    tenant_salt: str = Field(
+        default="", repr=False, description="Secret mixed into every root, so that tenants never share hits."
+    )
+
+    @field_validator("host_path", "disk_path", "models_path")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, _TomlFile(settings_cls))
+
+    @classmethod
+    def load(cls, **arguments: Any) -> Self:
+        """Read all sources. Raises ConfigError naming each setting that is unknown or wrong."""
+        known = {_PREFIX + name.upper() for name in cls.model_fields} | {_FILE_VARIABLE}
+        stray = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
+        if stray:
+            raise ConfigError(f"unknown setting in the environment: {', '.join(stray)}")
+        try:
+            return cls(**arguments)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()
+            )
+            raise ConfigError(f"unusable settings: {wrong}") from error
+
+
+class _TomlFile(PydanticBaseSettingsSource):
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise AssertionError("unused: __call__ returns the whole file")
+
+    def __call__(self) -> dict[str, Any]:
+        path = _config_file()
+        if path is None:
+            return {}
+        try:
+            return tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the settings file {path}: {error}") from error

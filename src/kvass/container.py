@@ -1,0 +1,272 @@
+"""The object on disk and on the wire: a valid `.safetensors` file with digests; see docs/format.md.
+
+Layout: 8 bytes little-endian header length, the header in canonical JSON padded with spaces to a
+multiple of 4,096 bytes (length field included), then the arrays, layer-major, without holes.
+The header's digest stands at a fixed offset and covers the whole header with that field zeroed.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvass.errors import CorruptObjectError
+from kvass.keys import FORMAT_VERSION, Namespace
+from kvass.provenance import Provenance
+from kvass.spec import numpy_dtype
+
+Array = npt.NDArray[np.generic]
+Buffer = memoryview
+
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 1 << 20
+"""A chunk of 4,096 tokens and 512 layers needs 100 kB; what claims more is hostile."""
+
+_BATCH_BYTES = 512 << 10
+"""Read or written, then hashed, while still in the core's own cache."""
+
+_LENGTH = struct.Struct("<Q")
+_NO_DIGEST = "0" * 32
+_OPENING = b'{"__metadata__":{"kvass":"{\\"digest\\":\\"'
+_DIGEST_AT = len(_OPENING)
+
+_SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint8": "U8",
+}
+_DTYPE_NAMES = {short: name for name, short in _SAFETENSORS_DTYPES.items()}
+
+
+class CodecStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of a codec chain as the header records it."""
+
+    name: str
+    parameters: dict[str, int | float | str | bool] = {}
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an object says of itself.
+
+    `parent` is the address text of the chunk before it, empty for a sequence's first. `position` is the
+    index of its first token. `digests` holds, for each array, one xxh3-128 in hex per layer.
+    `condensed` is reserved for state with lengths and positions of its own; version 1 wants null.
+    """
+
+    digest: str
+    format: int
+    key: str
+    group: int
+    shard: int
+    parent: str
+    content_key: str
+    namespace: Namespace
+    position: int
+    tokens: list[int]
+    codec: list[CodecStep]
+    provenance: Provenance
+    digests: dict[str, list[str]]
+    condensed: None = None
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class Stored(NamedTuple):
+    """One array inside an object: byte range in the file, numpy dtype and shape (first axis: layers)."""
+
+    offset: int
+    size: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Parsed(NamedTuple):
+    """A header that passed every check, and where the arrays stand."""
+
+    header: Header
+    arrays: dict[str, Stored]
+    size: int
+
+
+class Reader(Protocol):
+    """An open object in some tier."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole object."""
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Fill all buffers from `offset` on. Raises CorruptObjectError when the object ends before."""
+
+
+class Blob(Protocol):
+    """An object about to be written."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole object."""
+
+    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        """(offset, buffers) until every byte was handed out once; a buffer is valid until the next."""
+
+
+def _as_bytes(array: Array) -> Buffer:
+    return array.view(np.uint8).reshape(-1).data
+
+
+class Encoded:
+    """A chunk's arrays on their way into an object. Views are read when `pieces` is consumed."""
+
+    def __init__(self, header: Header, arrays: Mapping[str, Array]):
+        """`arrays`: `[layers, ...]`, each layer C-contiguous; `header.digests` is filled in here."""
+        self._arrays = {name: arrays[name] for name in sorted(arrays)}
+        blank = {name: [_NO_DIGEST] * len(array) for name, array in self._arrays.items()}
+        self._header = msgspec.structs.replace(header, digest=_NO_DIGEST, digests=blank)
+        self._tensors = _describe(self._arrays)
+        self._data_start = len(_encode_header(self._header, self._tensors))
+        self.size = self._data_start + sum(array.nbytes for array in self._arrays.values())
+
+    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        """Arrays first, each layer hashed as it is handed out, then the header with the digests."""
+        digests: dict[str, list[str]] = {name: [] for name in self._arrays}
+        offset = self._data_start
+        for name, first, last in _layer_batches(self._arrays):
+            layers = [_as_bytes(layer) for layer in self._arrays[name][first:last]]
+            digests[name] += [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
+            yield offset, layers
+            offset += sum(len(layer) for layer in layers)
+        header = msgspec.structs.replace(self._header, digests=digests)
+        yield 0, [memoryview(_seal(_encode_header(header, self._tensors)))]
+
+
+def _layer_batches(arrays: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
+    for name, array in arrays.items():
+        step = max(1, _BATCH_BYTES // max(1, array[0].nbytes))
+        for first in range(0, len(array), step):
+            yield name, first, min(first + step, len(array))
+
+
+def _describe(arrays: Mapping[str, Array]) -> dict[str, _Tensor]:
+    tensors, offset = {}, 0
+    for name, array in arrays.items():
+        end = offset + array.nbytes
+        tensors[name] = _Tensor(_SAFETENSORS_DTYPES[array.dtype.name], list(array.shape), (offset, end))
+        offset = end
+    return tensors
+
+
+def _encode_header(header: Header, tensors: Mapping[str, _Tensor]) -> bytes:
+    inner = msgspec.json.encode(header).decode()
+    outer = msgspec.json.encode({"__metadata__": {"kvass": inner}, **tensors})
+    padding = -(_LENGTH.size + len(outer)) % ALIGNMENT
+    return _LENGTH.pack(len(outer) + padding) + outer + b" " * padding
+
+
+def _seal(raw: bytes) -> bytes:
+    start = _LENGTH.size + _DIGEST_AT
+    digest = xxhash.xxh3_128_hexdigest(raw).encode()
+    return raw[:start] + digest + raw[start + len(digest) :]
+
+
+def read_header(reader: Reader) -> Parsed:
+    """Read and check an object's header: canonical bytes, digest, offsets without holes, file size.
+
+    Never allocates more than the object's own size, nor more than MAX_HEADER_BYTES.
+    Raises CorruptObjectError for anything but a header that this module wrote.
+    """
+    size = reader.size
+    if size < ALIGNMENT:
+        raise CorruptObjectError(f"object of {size} bytes is too short for a header")
+    raw = bytearray(ALIGNMENT * 2 if size >= ALIGNMENT * 2 else ALIGNMENT)
+    reader.read_into(0, [memoryview(raw)])
+    length = _LENGTH.size + _LENGTH.unpack_from(raw)[0]
+    if length > min(size, MAX_HEADER_BYTES) or length % ALIGNMENT:
+        raise CorruptObjectError(f"object claims a header of {length} bytes")
+    if length > len(raw):
+        have = len(raw)
+        raw.extend(bytes(length - have))
+        reader.read_into(have, [memoryview(raw)[have:]])
+    return _parse(bytes(raw[:length]), size)
+
+
+def _parse(raw: bytes, size: int) -> Parsed:
+    body = raw[_LENGTH.size :]
+    if not body.startswith(_OPENING):
+        raise CorruptObjectError("object is no kvass chunk")
+    end = _DIGEST_AT + len(_NO_DIGEST)
+    claimed = body[_DIGEST_AT:end]
+    blank = b"".join((raw[: _LENGTH.size], body[:_DIGEST_AT], _NO_DIGEST.encode(), body[end:]))
+    if xxhash.xxh3_128_hexdigest(blank).encode() != claimed:
+        raise CorruptObjectError("header digest does not match")
+    try:
+        outer = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(outer.pop("__metadata__"), type=dict[str, str])
+        header = msgspec.json.decode(metadata["kvass"], type=Header)
+        tensors = {name: msgspec.json.decode(value, type=_Tensor) for name, value in outer.items()}
+    except (msgspec.MsgspecError, KeyError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptObjectError(f"header cannot be read: {error}") from error
+    if header.format != FORMAT_VERSION:
+        raise CorruptObjectError(f"object is of format {header.format}, not {FORMAT_VERSION}")
+    arrays, offset = {}, len(raw)
+    for name, tensor in tensors.items():
+        stored = _place(name, tensor, offset, header)
+        arrays[name] = stored
+        offset += stored.size
+    if offset != size:
+        raise CorruptObjectError(f"object has {size} bytes where its header accounts for {offset}")
+    if _encode_header(msgspec.structs.replace(header, digest=_NO_DIGEST), tensors) != blank:
+        raise CorruptObjectError("header is not in canonical form")
+    return Parsed(header, arrays, size)
+
+
+def _place(name: str, tensor: _Tensor, offset: int, header: Header) -> Stored:
+    try:
+        dtype_name = _DTYPE_NAMES[tensor.dtype]
+    except KeyError:
+        raise CorruptObjectError(f"array {name!r} has unknown dtype {tensor.dtype!r}") from None
+    dtype = np.dtype(np.uint8) if dtype_name == "uint8" else numpy_dtype(dtype_name)
+    count = dtype.itemsize
+    for extent in tensor.shape:
+        if extent <= 0:
+            raise CorruptObjectError(f"array {name!r} has shape {tensor.shape}")
+        count *= extent
+    begin, end = tensor.data_offsets
+    layers = tensor.shape[0] if tensor.shape else 0
+    if end - begin != count or len(header.digests.get(name, ())) != layers or not layers:
+        raise CorruptObjectError(f"array {name!r} does not fit its offsets or digests")
+    return Stored(offset, count, dtype, tuple(tensor.shape))
+
+
+def read_arrays(reader: Reader, parsed: Parsed, targets: Mapping[str, Array]) -> int:
+    """Read every array into `targets[name]` (same shape, each layer C-contiguous) and verify each layer.
+
+    Returns the bytes read, all of them verified. Raises CorruptObjectError at the first layer that fails:
+    what the targets hold then must not be used.
+    """
+    total = 0
+    for name, first, last in _layer_batches({name: targets[name] for name in parsed.arrays}):
+        stored = parsed.arrays[name]
+        layer_bytes = stored.size // stored.shape[0]
+        layers = [_as_bytes(layer) for layer in targets[name][first:last]]
+        reader.read_into(stored.offset + first * layer_bytes, layers)
+        for wanted, layer in zip(parsed.header.digests[name][first:last], layers, strict=True):
+            if xxhash.xxh3_128_hexdigest(layer) != wanted:
+                raise CorruptObjectError(f"array {name!r} fails its digest at layer {first} or after")
+        total += (last - first) * layer_bytes
+    return total
+
+
+def empty_arrays(parsed: Parsed) -> dict[str, Array]:
+    """New arrays of the shapes and dtypes that an object holds."""
+    return {name: np.empty(stored.shape, stored.dtype) for name, stored in parsed.arrays.items()}

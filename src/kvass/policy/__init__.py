@@ -1,0 +1,1 @@
+"""Policies: pure functions of facts and time. No clock, thread or file."""

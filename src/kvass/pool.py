@@ -1,0 +1,41 @@
+"""Host memory for one sequence's KV: what the cache reads into and stores from."""
+
+from typing import Protocol
+
+import numpy as np
+
+from kvass.container import Array
+from kvass.errors import InputError
+from kvass.spec import KVSpec, numpy_dtype
+
+
+class KVView(Protocol):
+    """A sequence's KV as arrays, to be filled by `load` or read by `store`."""
+
+    def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
+        """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, in the
+        group's dtype, each layer C-contiguous."""
+
+
+class Pool:
+    """`k` and `v` of every group for up to `capacity` tokens, `[layers, capacity, kv_heads, dim]`."""
+
+    def __init__(self, spec: KVSpec, capacity: int):
+        self.spec = spec
+        self.capacity = capacity
+        self._arrays = [
+            {name: np.zeros(group.shape(name, capacity), numpy_dtype(group.dtype)) for name in ("k", "v")}
+            for group in spec.groups
+        ]
+
+    def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
+        """Views of tokens `start` to `stop`. Raises InputError beyond the capacity."""
+        if not 0 <= start <= stop <= self.capacity:
+            raise InputError(f"tokens {start}..{stop} lie outside of a pool of {self.capacity}")
+        return {name: array[:, start:stop] for name, array in self._arrays[group].items()}
+
+    def fill(self, byte: int) -> None:
+        """Overwrite everything, so that nothing of what was here before can be taken for loaded."""
+        for arrays in self._arrays:
+            for array in arrays.values():
+                array.view(np.uint8)[:] = byte

@@ -1,0 +1,86 @@
+"""What one model's KV cache looks like: layer groups, heads, dims, dtype, RoPE, window."""
+
+from typing import Literal
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from kvass.errors import UnsupportedModelError
+
+DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+GroupKind = Literal["attention", "sliding"]
+
+_DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a KV dtype name. Raises UnsupportedModelError for a name we do not store."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise UnsupportedModelError(
+            f"KV dtype {name!r} is not supported; one of {', '.join(_DTYPES)} is"
+        ) from None
+
+
+class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The rotary embedding of one group, enough to un-rotate its keys. `kind` as transformers names it."""
+
+    kind: str
+    theta: float
+    rotary_dim: int
+    parameters: dict[str, float | int | bool | str | list[float]] = {}
+
+
+class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Layers whose KV has one shape and one lifetime.
+
+    Arrays of a chunk: `k` `[layers, tokens, kv_heads, head_dim]` after RoPE and `v`
+    `[layers, tokens, kv_heads, v_head_dim]`. `window`: a token sees itself and `window - 1` before it.
+    """
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    window: int | None = None
+    rope: RopeSpec | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes in this group."""
+        per_head = self.head_dim + self.v_head_dim
+        return len(self.layers) * self.kv_heads * per_head * numpy_dtype(self.dtype).itemsize
+
+    def shape(self, name: str, tokens: int) -> tuple[int, int, int, int]:
+        """Shape of array `name` ('k' or 'v') for `tokens` tokens."""
+        return (len(self.layers), tokens, self.kv_heads, self.head_dim if name == "k" else self.v_head_dim)
+
+    def first_needed(self, hit: int) -> int:
+        """The first token whose KV a hit of `hit` tokens still needs in this group."""
+        return 0 if self.window is None else max(0, hit - self.window + 1)
+
+
+class KVSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The layer groups of one model. Group 0 is the primary: its objects carry the prefix tree."""
+
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes over all groups."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    def digest(self) -> str:
+        """BLAKE3 of the spec's canonical JSON, in hex."""
+        return blake3(msgspec.json.encode(self, order="sorted")).hexdigest()

@@ -1,0 +1,151 @@
+"""The contract of a tier; `kvass.testing.tiers` is its conformance suite.
+
+An object is visible only once all its bytes and its record are in place. A tier never answers with
+bytes that it knows to be doubtful, but it does not verify them either: whoever reads does.
+"""
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from kvass.chunks import Tokens
+from kvass.container import Blob, Reader
+
+
+class WriteItem(NamedTuple):
+    """One object to be stored.
+
+    `parent`: address of the chunk before it, None for a sequence's first. `tokens` only for objects of
+    the primary group, whose tree answers `nearest_child`.
+    """
+
+    address: bytes
+    parent: bytes | None
+    root: bytes
+    position: int
+    length: int
+    tokens: Tokens | None
+    blob: Blob
+
+
+Run = Callable[[Callable[[WriteItem], bool], Iterable[WriteItem]], Iterable[bool]]
+"""`map`, or an executor's: how a tier spreads the copying of several objects over the caller's threads."""
+
+
+class Child(NamedTuple):
+    """A stored chunk that begins with what was asked for: its address, its tokens, how many agree."""
+
+    address: bytes
+    length: int
+    common: int
+
+
+class Entry(NamedTuple):
+    """One stored object, as listed. Times in seconds since the epoch."""
+
+    address: bytes
+    parent: bytes | None
+    root: bytes
+    position: int
+    length: int
+    size: int
+    created: float
+    accessed: float
+    pinned_until: float
+
+
+class Usage(NamedTuple):
+    """Bytes charged against the budget (block-rounded; what is being written included) and objects."""
+
+    bytes: int
+    budget: int
+    objects: int
+
+
+class Lease(AbstractContextManager["Lease"]):
+    """Objects that eviction leaves alone until `close` or until the lease's time is over."""
+
+    def __init__(self, addresses: Sequence[bytes], release: Callable[[], None]):
+        self.addresses = tuple(addresses)
+        self._release = release
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the lease. More than once is fine."""
+        release, self._release = self._release, lambda: None
+        release()
+
+
+class Tier(abc.ABC):
+    """Where objects are kept.
+
+    Every method may raise TierError; the cache answers it with a miss. `durable`: survives a restart
+    of the machine. `shared`: other processes see the same objects. Budgets hold at every moment.
+    """
+
+    name: str
+    durable: bool
+    shared: bool
+
+    @abc.abstractmethod
+    def contains(self, addresses: Sequence[bytes]) -> list[bool]:
+        """Which of the objects are there. Costs one index read each."""
+
+    @abc.abstractmethod
+    def nearest_child(self, parent: bytes, tokens: Tokens) -> Child | None:
+        """The chunk stored behind `parent` (an address; a root's for a first chunk) with the longest
+        common beginning with `tokens`, or None if nothing agrees. Costs a few index reads, however many
+        children there are."""
+
+    @abc.abstractmethod
+    def open(self, address: bytes) -> AbstractContextManager[Reader]:
+        """An object's bytes. Raises KeyError when it is not there. Stays readable while open, even if
+        the object is evicted meanwhile."""
+
+    @abc.abstractmethod
+    def write(self, items: Sequence[WriteItem], run: Run = map) -> list[bool]:
+        """Store objects, parents before children. Returns which are in the tier afterwards.
+
+        An object whose parent is missing is not stored, nor one for which no room may be freed. One that
+        is there already is left as it is. One that extends a sibling replaces it. What fails leaves nothing.
+        """
+
+    @abc.abstractmethod
+    def delete(self, addresses: Sequence[bytes]) -> int:
+        """Delete objects with every part and everything stored behind them; how many went. Pins and
+        leases do not hold against this."""
+
+    @abc.abstractmethod
+    def quarantine(self, address: bytes) -> None:
+        """Take a corrupt object out of sight, keeping its bytes for inspection as long as there is room."""
+
+    @abc.abstractmethod
+    def touch(self, addresses: Sequence[bytes]) -> None:
+        """Note that objects were used now. Returns at once; may be lost in a crash."""
+
+    @abc.abstractmethod
+    def pin(self, addresses: Sequence[bytes], until: float) -> int:
+        """Keep objects from eviction until that time (0: unpin); how many of them are there."""
+
+    @abc.abstractmethod
+    def lease(self, addresses: Sequence[bytes], seconds: float) -> Lease:
+        """Hold objects for a promise to an engine; those that are not there are left out of the lease."""
+
+    @abc.abstractmethod
+    def scan(self) -> Iterator[Entry]:
+        """All objects, in no order, while the tier goes on changing."""
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """What is charged, at this moment, over all processes."""
+
+    @abc.abstractmethod
+    def maintain(self) -> None:
+        """Housekeeping, called every second or so from a background thread."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give everything back. Afterwards every call raises TierUnavailableError."""
