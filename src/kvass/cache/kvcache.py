@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -14,39 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass import metrics
-from kvass.chunks import Tokens, as_tokens, common_prefix
+from kvass.cache.blobs import NO_BLOB
+from kvass.cache.executor import Copying, Executor
+from kvass.cache.inspection import Difference, Explanation, StoredChunk, opener
+from kvass.cache.match import Match, Piece
+from kvass.cache.moving import FAILURES, copy, lacking, promotions, sequence_items, stored_tokens
+from kvass.cache.pool import KVView, Pool
+from kvass.chunks import Tokens, as_tokens
 from kvass.clock import Clock, system_clock
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
 from kvass.codecs.registry import codec
 from kvass.config import Settings
-from kvass.container import (
-    Array,
-    Blob,
-    Buffer,
-    Encoded,
-    Header,
-    Parsed,
-    Reader,
-    empty_arrays,
-    read_arrays,
-    read_header,
-)
+from kvass.container import Array, Header, Parsed, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import ConfigError, CorruptObjectError, TierError
-from kvass.executor import Copying, Executor
-from kvass.keys import (
-    FORMAT_VERSION,
-    Namespace,
-    address,
-    address_text,
-    chain,
-    content_key,
-    next_key,
-    parse_address,
-)
-from kvass.pool import KVView, Pool
+from kvass.keys import KEY_BYTES, Namespace, address, chain, parse_address
 from kvass.provenance import EXACT
-from kvass.tiers.base import Child, Entry, Tier, Usage, WriteItem
+from kvass.tiers.base import Child, Tier, Usage, WriteItem
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
 
@@ -56,39 +40,6 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 _GALLOP = 64
 """Keys asked for at once while looking for the first that is missing."""
-_COPY_BYTES = 1 << 20
-_FAILURES = (TierError, CorruptObjectError, OSError)
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What is stored of a prompt: its first `length` tokens, in whole chunks and the beginning of one more.
-
-    `runs`: (index of the tier, chunks) in order; `child`: the chunk whose beginning is used, and its tier.
-    """
-
-    tokens: Tokens
-    namespace: Namespace
-    chunk_tokens: int
-    length: int
-    keys: list[bytes] = field(repr=False)
-    runs: tuple[tuple[int, int], ...]
-    child: tuple[int, Child] | None
-
-    def __bool__(self) -> bool:
-        return self.length > 0
-
-
-class _Piece(NamedTuple):
-    """One object to be loaded: its chunk, group, place in the sequence, stored and used tokens."""
-
-    chunk: int
-    group: int
-    address: bytes
-    start: int
-    stored: int
-    used: int
-    tier: int
 
 
 class LoadResult(NamedTuple):
@@ -114,45 +65,6 @@ class StoreTicket:
         """Wait until the fastest tier has the objects (lower tiers: `KVCache.flush`)."""
         self._future.result(seconds)
         return self
-
-
-class Difference(NamedTuple):
-    """Where a prompt and the nearest stored text part: ids of both from there on."""
-
-    position: int
-    prompt: list[int]
-    stored: list[int]
-
-
-class Explanation(NamedTuple):
-    """Why a prompt hit as far as it did."""
-
-    tokens: int
-    hit: int
-    reason: str
-    difference: Difference | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """One stored object as a researcher sees it: header, and arrays verified when they are read."""
-
-    tier: str
-    entry: Entry
-    _open: Callable[[], tuple[Parsed, dict[str, Array]]]
-
-    @property
-    def address(self) -> str:
-        """The object's address, for `show` and `rm`."""
-        return address_text(self.entry.address)
-
-    def header(self) -> Header:
-        """What the object says of itself. Raises CorruptObjectError."""
-        return self._open()[0].header
-
-    def arrays(self) -> dict[str, Array]:
-        """`k`, `v` `[layers, tokens, kv_heads, dim]`. Raises CorruptObjectError."""
-        return self._open()[1]
 
 
 class KVCache:
@@ -240,7 +152,7 @@ class KVCache:
         limit = array.size if limit is None else max(0, min(limit, array.size))
         root = namespace.root()
         if keys is None:
-            keys = chain(root, array[: limit + self.chunk_tokens], self.chunk_tokens)
+            keys = chain(root, array[:limit], self.chunk_tokens)
         whole = limit // self.chunk_tokens
         primary = [key + address(b"", 0) for key in keys[:whole]]
         runs, found = [], 0
@@ -273,7 +185,7 @@ class KVCache:
                     return found + there.index(False)
                 found += len(asked)
                 step *= 4
-        except _FAILURES as error:
+        except FAILURES as error:
             self._failed(tier, "lookup", error)
         return found
 
@@ -282,7 +194,7 @@ class KVCache:
         for number, tier in enumerate(self.tiers):
             try:
                 child = tier.nearest_child(parent, tokens)
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "lookup", error)
                 continue
             if child is not None and (best is None or child.common > best[1].common):
@@ -292,51 +204,22 @@ class KVCache:
     def _with_all_groups(self, match: Match) -> Match:
         """Shorten a match until every group has the objects that its window still needs there."""
         while match.length:
-            missing = [piece for piece in self._pieces(match, match.length, ()) if not self._there(piece)]
+            missing = [piece for piece in match.pieces() if not self._there(piece)]
             if not missing:
                 return match
-            match = self._shortened(match, max(piece.start for piece in missing))
+            match = match.cut(max(piece.start for piece in missing))
         return match
 
-    def _there(self, piece: _Piece) -> bool:
+    def _there(self, piece: Piece) -> bool:
         for number, tier in enumerate(self.tiers):
             if number < piece.tier:
                 continue
             try:
                 if tier.contains([piece.address])[0]:
                     return True
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "lookup", error)
         return False
-
-    def _shortened(self, match: Match, length: int) -> Match:
-        """The same match, cut at a chunk's start."""
-        left, runs = length // self.chunk_tokens, []
-        for tier, chunks in match.runs:
-            taken = min(chunks, left)
-            if taken:
-                runs.append((tier, taken))
-            left -= taken
-        return Match(match.tokens, match.namespace, match.chunk_tokens, length, match.keys, tuple(runs), None)
-
-    def _pieces(self, match: Match, length: int, have: Sequence[tuple[int, int]]) -> list[_Piece]:
-        """Objects that a hit of `length` tokens needs and that are not in `have` (chunk, group)."""
-        size = match.chunk_tokens
-        tiers = [tier for tier, chunks in match.runs for _ in range(chunks)]
-        found = []
-        for chunk in range(-(-length // size)):
-            start = chunk * size
-            used = min(size, length - start)
-            if chunk < len(tiers):
-                key, stored, tier = match.keys[chunk], size, tiers[chunk]
-            else:
-                assert match.child is not None
-                tier, child = match.child
-                key, stored = child.address[:32], child.length
-            for number, group in enumerate(match.namespace.spec.groups):
-                if start + used > group.first_needed(length) and (chunk, number) not in have:
-                    found.append(_Piece(chunk, number, address(key, number), start, stored, used, tier))
-        return found
 
     # -- load -----------------------------------------------------------------------------------------
 
@@ -360,11 +243,11 @@ class KVCache:
         by_tier: dict[str, int] = {}
         deadline = None if seconds is None else began + seconds
         while length:
-            pieces = self._pieces(match, length, tuple(have))
+            pieces = match.pieces(length, have)
             bad: list[int] = []
             announced = 0
 
-            def one(piece: _Piece) -> tuple[_Piece, str, int]:
+            def one(piece: Piece) -> tuple[Piece, str, int]:
                 if deadline is not None and time.perf_counter() > deadline:
                     return piece, "", 0
                 return piece, *self._load_piece(match, piece, into)
@@ -391,7 +274,7 @@ class KVCache:
             metrics.load_bytes.labels(name).inc(size)
         return LoadResult(length, total, total, took, by_tier)
 
-    def _load_piece(self, match: Match, piece: _Piece, into: KVView) -> tuple[str, int]:
+    def _load_piece(self, match: Match, piece: Piece, into: KVView) -> tuple[str, int]:
         """Load one object from the first tier that has it whole: the tier's name and the bytes; 0: none."""
         for tier in self.tiers[piece.tier :]:
             try:
@@ -402,11 +285,11 @@ class KVCache:
             except CorruptObjectError as error:
                 self._failed(tier, "load", error)
                 self._executor.background(partial(tier.quarantine, piece.address))
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "load", error)
         return "", 0
 
-    def _read(self, match: Match, piece: _Piece, reader: Reader, into: KVView) -> int:
+    def _read(self, match: Match, piece: Piece, reader: Reader, into: KVView) -> int:
         """Read and verify one object, which must be exactly the one asked for. Bytes read."""
         parsed = read_header(reader)
         header = parsed.header
@@ -414,7 +297,7 @@ class KVCache:
         wanted = match.tokens[piece.start : piece.start + piece.used].tolist()
         if (
             (header.key, header.group, header.position)
-            != (piece.address[:32].hex(), piece.group, piece.start)
+            != (piece.address[:KEY_BYTES].hex(), piece.group, piece.start)
             or len(header.tokens) != piece.stored
             or header.tokens[: piece.used] != wanted
             or header.namespace.spec.groups[piece.group] != group
@@ -444,14 +327,14 @@ class KVCache:
 
     def _after_load(self, match: Match, length: int, by_tier: dict[str, int]) -> None:
         """Note the use, and bring what came from a slower tier up."""
-        used = [piece.address for piece in self._pieces(match, length, ())] if length else []
+        used = [piece.address for piece in match.pieces(length)] if length else []
         if not used:
             return
         for tier in self.tiers:
             if tier.name in by_tier:
                 try:
                     tier.touch(used)
-                except _FAILURES as error:
+                except FAILURES as error:
                     self._failed(tier, "touch", error)
         if any(name != self.tiers[0].name for name in by_tier):
             self._executor.background(lambda: self._copy_up(match, length))
@@ -491,125 +374,49 @@ class KVCache:
     def _store(
         self, tokens: Tokens, namespace: Namespace, source: KVView, copying: Copying, ticket: StoreTicket
     ) -> None:
-        began = time.perf_counter()
-        items = self._items(tokens, namespace, source, copying)
-        if not items or not self.tiers:
+        if not self.tiers or not tokens.size:
             return
-        first = self.tiers[0]
-        complete = False
-        try:
-            missing = self._missing(first, items)
-            done = first.write(missing, self._executor.io_map)
-            complete = all(done)
-            ticket.objects = sum(done)
-            ticket.bytes = sum(item.blob.size for item, ok in zip(missing, done, strict=True) if ok)
-            metrics.store_seconds.labels(first.name).observe(time.perf_counter() - began)
-        except _FAILURES as error:
-            self._failed(first, "store", error)
-        bare = [item._replace(blob=_NO_BLOB) for item in items]  # the source must not be kept alive
+        items = sequence_items(tokens, namespace, source, self._codec, self.chunk_tokens, copying)
+        wanted, done = self._write(self.tiers[0], items)
+        ticket.objects = sum(done)
+        ticket.bytes = sum(item.blob.size for item, ok in zip(wanted, done, strict=True) if ok)
+        complete = all(done)
+        bare = [item._replace(blob=NO_BLOB) for item in items]  # the source must not be kept alive
         for tier in self.tiers[1:]:
             if complete:
                 self._executor.background(partial(self._copy_down, tier, bare))
             else:  # the fastest tier has no room for all of it: straight from the source, then
-                self._write_missing(tier, items)
+                self._write(tier, items)
 
-    def _items(
-        self, tokens: Tokens, namespace: Namespace, source: KVView, copying: Copying
-    ) -> list[WriteItem]:
-        """All objects of a sequence, in order."""
-        size, root = self.chunk_tokens, namespace.root()
-        keys = chain(root, tokens, size)
-        if tokens.size % size:
-            tail = tokens[len(keys) * size :]
-            keys.append(next_key(keys[-1] if keys else root, tail.tobytes(), tail.size))
-        items = []
-        for chunk, key in enumerate(keys):
-            part = tokens[chunk * size : (chunk + 1) * size]
-            for number in range(len(namespace.spec.groups)):
-                parent = address(keys[chunk - 1], number) if chunk else None
-                blob = _ChunkBlob(
-                    self._codec, namespace, key, parent, root, number, chunk * size, part, source
-                )
-                items.append(
-                    WriteItem(address(key, number), parent, root, chunk * size, part.size,
-                              part if number == 0 else None, copying.wrap(blob))
-                )  # fmt: skip
-        return items
-
-    def _missing(self, tier: Tier, items: list[WriteItem]) -> list[WriteItem]:
-        """Items that a tier lacks; a tail that lies within a longer stored chunk is not lacking."""
-        there = tier.contains([item.address for item in items])
-        lacking = [item for item, ok in zip(items, there, strict=True) if not ok]
-        last = items[-1]
-        if lacking and last.length < self.chunk_tokens:
-            primary = next(item for item in items if item.position == last.position)
-            assert primary.tokens is not None
-            child = tier.nearest_child(primary.parent or address(primary.root, 0), primary.tokens)
-            if child is not None and child.common == primary.length:
-                lacking = [item for item in lacking if item.position != last.position]
-        return lacking
-
-    def _write_missing(self, tier: Tier, items: list[WriteItem]) -> None:
+    def _write(self, tier: Tier, items: list[WriteItem]) -> tuple[list[WriteItem], list[bool]]:
+        """Write what a tier lacks of a sequence. What it lacked, and what of that is there now."""
+        began = time.perf_counter()
+        wanted = items
         try:
-            tier.write(self._missing(tier, items), self._executor.io_map)
-        except _FAILURES as error:
+            wanted = lacking(tier, items)
+            done = tier.write(wanted, self._executor.io_map)
+        except FAILURES as error:
             self._failed(tier, "store", error)
+            return items, [False] * len(items)
+        metrics.store_seconds.labels(tier.name).observe(time.perf_counter() - began)
+        return wanted, done
 
     def _copy_down(self, tier: Tier, items: list[WriteItem]) -> None:
         """Cascade: write to a lower tier what it lacks, from the fastest one."""
         began = time.perf_counter()
         try:
-            missing = self._missing(tier, items)
-        except _FAILURES as error:
+            copy(self.tiers[0], tier, lacking(tier, items), self._executor.background_io_map)
+        except FAILURES as error:
             self._failed(tier, "store", error)
-            return
-        self._copy(self.tiers[0], tier, missing)
         metrics.store_seconds.labels(tier.name).observe(time.perf_counter() - began)
 
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
-        root = match.namespace.root()
-        pieces = self._pieces(match, length, ())
-        size, fastest = match.chunk_tokens, self.tiers[0]
-        for number, tier in enumerate(self.tiers[1:], 1):
-            items = []
-            for piece in pieces:
-                if piece.tier != number:
-                    continue
-                parent = address(match.keys[piece.chunk - 1], piece.group) if piece.chunk else None
-                stored = match.tokens[piece.start : piece.start + size] if piece.stored == size else None
-                if piece.used < piece.stored:
-                    stored = self._stored_tokens(tier, piece)
-                    if stored is None:
-                        continue
-                elif stored is None:
-                    stored = match.tokens[piece.start : piece.start + piece.stored]
-                items.append(
-                    WriteItem(piece.address, parent, root, piece.start, piece.stored,
-                              stored if piece.group == 0 else None, _NO_BLOB)
-                )  # fmt: skip
-            try:
-                there = fastest.contains([item.address for item in items])
-            except _FAILURES as error:
-                self._failed(fastest, "promote", error)
-                return
-            self._copy(tier, fastest, [item for item, ok in zip(items, there, strict=True) if not ok])
-
-    def _stored_tokens(self, tier: Tier, piece: _Piece) -> Tokens | None:
         try:
-            with tier.open(piece.address) as reader:
-                return as_tokens(read_header(reader).header.tokens)
-        except (KeyError, *_FAILURES):
-            return None
-
-    def _copy(self, source: Tier, target: Tier, items: list[WriteItem]) -> None:
-        """Copy objects between tiers byte by byte; whoever reads them verifies them."""
-        items = [item._replace(blob=_TierBlob(source, item.address)) for item in items]
-        try:
-            items = [item for item in items if item.blob.size]
-            target.write(items, self._executor.background_io_map)
-        except (KeyError, *_FAILURES) as error:
-            self._failed(target, "copy", error)
+            for number, items in promotions(self.tiers, match, length).items():
+                copy(self.tiers[number], self.tiers[0], items, self._executor.background_io_map)
+        except FAILURES as error:
+            self._failed(self.tiers[0], "promote", error)
 
     # -- prefetch, pin, forget ------------------------------------------------------------------------
 
@@ -626,13 +433,13 @@ class KVCache:
         Returns the tokens that are pinned. Their parents stay with them.
         """
         match = self.lookup(tokens, namespace)
-        addresses = [piece.address for piece in self._pieces(match, match.length, ())]
+        addresses = [piece.address for piece in match.pieces()]
         until = self._clock() + seconds if seconds else 0.0
         pinned = 0
         for tier in self.tiers:
             try:
                 pinned = max(pinned, tier.pin(addresses, until))
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "pin", error)
         return match.length if pinned else 0
 
@@ -656,7 +463,7 @@ class KVCache:
                     gone += tier.delete([child.address])
                 if child is not None and child.common == child.length:
                     gone += tier.delete([child.address])
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "forget", error)
         return gone
 
@@ -669,7 +476,7 @@ class KVCache:
         for tier in self.tiers:
             try:
                 gone += tier.delete([one]) if tier.contains([one])[0] else 0
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "forget", error)
         return gone
 
@@ -703,8 +510,8 @@ class KVCache:
         if nearest is None:
             return None
         number, child = nearest
-        piece = _Piece(chunks, 0, child.address, 0, child.length, child.common, number)
-        return self._stored_tokens(self.tiers[number], piece)
+        piece = Piece(chunks, 0, child.address, 0, child.length, child.common, number)
+        return stored_tokens(self.tiers[number], piece)
 
     def context(self, tokens: TokenIds, namespace: Namespace) -> tuple[int, Pool]:
         """What is stored of a prompt, as arrays: how many tokens, and a pool that holds their KV.
@@ -722,8 +529,8 @@ class KVCache:
             try:
                 for entry in tier.scan():
                     if root is None or entry.root == root:
-                        yield StoredChunk(tier.name, entry, _opener(tier, entry.address))
-            except _FAILURES as error:
+                        yield StoredChunk(tier.name, entry, opener(tier, entry.address))
+            except FAILURES as error:
                 self._failed(tier, "scan", error)
 
     def verify(self, progress: Callable[[StoredChunk], None] | None = None) -> tuple[int, list[str]]:
@@ -750,7 +557,7 @@ class KVCache:
         for tier in self.tiers:
             try:
                 found[tier.name] = tier.usage()
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "stats", error)
         return found
 
@@ -781,7 +588,7 @@ class KVCache:
         for tier in self.tiers:
             try:
                 tier.maintain()
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(tier, "maintain", error)
 
     def _failed(self, tier: Tier, operation: str, error: BaseException) -> None:
@@ -802,84 +609,3 @@ def _shapes_only(parsed: Parsed) -> dict[str, Array]:
         name: np.broadcast_to(np.empty((), stored.dtype), stored.shape)
         for name, stored in parsed.arrays.items()
     }
-
-
-def _opener(tier: Tier, one: bytes) -> Callable[[], tuple[Parsed, dict[str, Array]]]:
-    def opened() -> tuple[Parsed, dict[str, Array]]:
-        with tier.open(one) as reader:
-            parsed = read_header(reader)
-            stored = empty_arrays(parsed)
-            read_arrays(reader, parsed, stored)
-        header = parsed.header
-        if address(bytes.fromhex(header.key), header.group, header.shard) != one:
-            raise CorruptObjectError("object is not the one that its address says")
-        group = header.namespace.spec.groups[header.group]
-        return parsed, codec(header.codec[0].name).decode(stored, group, len(header.tokens))
-
-    return opened
-
-
-class _ChunkBlob:
-    """A chunk of the source, encoded when it is written: the source is not touched before."""
-
-    def __init__(
-        self, coder: Codec, namespace: Namespace, key: bytes, parent: bytes | None, root: bytes, group: int,
-        position: int, tokens: Tokens, source: KVView,
-    ):  # fmt: skip
-        arrays = source.arrays(group, position, position + tokens.size)
-        header = Header(
-            digest="", format=FORMAT_VERSION, key=key.hex(), group=group, shard=0,
-            parent=address_text(parent) if parent else "",
-            content_key=content_key(root, tokens.tobytes()).hex(), namespace=namespace,
-            position=position, tokens=tokens.tolist(), codec=[coder.step()], provenance=EXACT, digests={},
-        )  # fmt: skip
-        self._encoded = Encoded(header, coder.encode(arrays, namespace.spec.groups[group]))
-        self.size = self._encoded.size
-
-    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        return self._encoded.pieces()
-
-
-class _TierBlob:
-    """An object of one tier on its way into another."""
-
-    def __init__(self, tier: Tier, one: bytes):
-        self._tier = tier
-        self._address = one
-        try:
-            with tier.open(one) as reader:
-                self.size = reader.size
-        except (KeyError, *_FAILURES):
-            self.size = 0
-
-    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, self.size)))
-        try:
-            with self._tier.open(self._address) as reader:
-                for offset in range(0, self.size, len(buffer)):
-                    piece = buffer[: min(len(buffer), self.size - offset)]
-                    reader.read_into(offset, [piece])
-                    yield offset, [piece]
-        except KeyError:
-            raise TierError("the object was evicted before it was copied") from None
-
-
-class _Nothing:
-    size = 0
-
-    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        return iter(())
-
-
-_NO_BLOB: Blob = _Nothing()
-
-__all__ = [
-    "Difference",
-    "Explanation",
-    "KVCache",
-    "LoadResult",
-    "Match",
-    "StoreTicket",
-    "StoredChunk",
-    "common_prefix",
-]

@@ -1,0 +1,21 @@
+"""The cache: lookup, load and store over tiers; the only package with threads."""
+
+from kvass.cache.executor import Copying
+from kvass.cache.inspection import Difference, Explanation, StoredChunk
+from kvass.cache.kvcache import KVCache, LoadResult, StoreTicket, TokenIds
+from kvass.cache.match import Match
+from kvass.cache.pool import KVView, Pool
+
+__all__ = [
+    "Copying",
+    "Difference",
+    "Explanation",
+    "KVCache",
+    "KVView",
+    "LoadResult",
+    "Match",
+    "Pool",
+    "StoreTicket",
+    "StoredChunk",
+    "TokenIds",
+]

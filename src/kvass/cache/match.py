@@ -1,0 +1,70 @@
+"""What a lookup found, and which objects a load of it needs."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvass.chunks import Tokens
+from kvass.keys import KEY_BYTES, Namespace, address
+from kvass.tiers.base import Child
+
+
+class Piece(NamedTuple):
+    """One object to be loaded: its chunk, group, place in the sequence, stored and used tokens."""
+
+    chunk: int
+    group: int
+    address: bytes
+    start: int
+    stored: int
+    used: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is stored of a prompt: its first `length` tokens, in whole chunks and the beginning of one more.
+
+    `runs`: (index of the tier, chunks) in order; `child`: the chunk whose beginning is used, and its tier.
+    """
+
+    tokens: Tokens
+    namespace: Namespace
+    chunk_tokens: int
+    length: int
+    keys: list[bytes] = field(repr=False)
+    runs: tuple[tuple[int, int], ...]
+    child: tuple[int, Child] | None
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+    def cut(self, length: int) -> "Match":
+        """The same match, ended at a chunk's start."""
+        left, runs = length // self.chunk_tokens, []
+        for tier, chunks in self.runs:
+            taken = min(chunks, left)
+            if taken:
+                runs.append((tier, taken))
+            left -= taken
+        return replace(self, length=length, runs=tuple(runs), child=None)
+
+    def pieces(self, length: int | None = None, have: Collection[tuple[int, int]] = ()) -> list[Piece]:
+        """Objects that a hit of `length` tokens (all) needs, less those in `have` (chunk, group)."""
+        length = self.length if length is None else length
+        size, groups = self.chunk_tokens, self.namespace.spec.groups
+        tiers = [tier for tier, chunks in self.runs for _ in range(chunks)]
+        found = []
+        for chunk in range(min(group.first_needed(length) for group in groups) // size, -(-length // size)):
+            start = chunk * size
+            used = min(size, length - start)
+            if chunk < len(tiers):
+                key, stored, tier = self.keys[chunk], size, tiers[chunk]
+            else:
+                assert self.child is not None
+                tier, child = self.child
+                key, stored = child.address[:KEY_BYTES], child.length
+            for number, group in enumerate(groups):
+                if start + used > group.first_needed(length) and (chunk, number) not in have:
+                    found.append(Piece(chunk, number, address(key, number), start, stored, used, tier))
+        return found
