@@ -44,10 +44,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One generated token and the text that it settled."""
+    """One generated token, the text that it settled, and the logits `[vocabulary]` behind it."""
 
     token: int
     text: str
+    logits: torch.Tensor = field(repr=False)
 
 
 class Engine:
@@ -169,7 +170,7 @@ class Engine:
                         usage.finish_reason = "length"
                     if usage.finish_reason and stream is not None:
                         text += stream.finish()
-                    yield Step(token, text)
+                    yield Step(token, text, logits)
                     if usage.finish_reason or cancelled.is_set():
                         break
                     logits = self._forward([token], held)
@@ -224,6 +225,11 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
         own = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return {*own, *sampling.stop_ids}
+
+    def overwrite_pool(self, tokens: int) -> None:
+        """Fill the pool for the next request with NaN: what it then answers with, it loaded or computed."""
+        with self._lock:
+            self._pool_for(self.namespace, tokens).fill(0xFF)
 
     def _pool_for(self, namespace: Namespace, capacity: int) -> TorchPool:
         """The pool of the last request, if it is large enough: fresh memory costs a page fault each 4 kB."""

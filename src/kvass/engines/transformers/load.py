@@ -55,11 +55,14 @@ def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: Pat
     name, directory = _find(name_or_path, models_path)
     try:
         with _undisturbed():
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
             model, report = _AutoModel.from_pretrained(
                 directory,
                 dtype=_DTYPES[dtype],
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,  # anything else may run code when it is opened
                 output_loading_info=True,
             )
@@ -124,7 +127,7 @@ def _find(name_or_path: str, models_path: Path) -> tuple[str, Path]:
             convert_gguf(path, target, add_bos=gguf_adds_bos(path), chat_template=None)
         return path.name, target
     if (path / "config.json").is_file():
-        return path.resolve().name, path
+        return path.resolve().name, path.absolute()
     raise ModelFilesError(
         f"{name_or_path!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a .gguf file, nor a "
         "directory with a config.json"

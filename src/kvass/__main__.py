@@ -1,0 +1,5 @@
+"""`python -m kvass` is `kvass`."""
+
+from kvass.cli import main
+
+main()

@@ -1,0 +1,48 @@
+"""Fixtures that more than one folder of tests uses; the models are loaded once for the whole run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+# Before anything imports huggingface_hub, which reads it once: no test may reach for a model hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Taken out, since kvass refuses a KVASS_ variable that is no setting.
+_TEST_MODELS = os.environ.pop("KVASS_TEST_MODELS", "")
+
+if TYPE_CHECKING:
+    from kvass.engines.transformers.load import LoadedModel
+
+
+@pytest.fixture(scope="session")
+def models_path() -> Path:
+    """Where converted models are kept from run to run (KVASS_TEST_MODELS), so that each is made once."""
+    root = Path(__file__).resolve().parents[1]
+    path = Path(_TEST_MODELS or root / ".cache" / "models").absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def _load(models_path: Path) -> "Callable[[str, str], LoadedModel]":
+    from kvass.engines.transformers.load import load_model
+
+    return lambda name, dtype: load_model(name, dtype=dtype, models_path=models_path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp32(_load: "Callable[[str, str], LoadedModel]") -> "LoadedModel":
+    return _load("smollm2-135m", "float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16(_load: "Callable[[str, str], LoadedModel]") -> "LoadedModel":
+    return _load("smollm2-135m", "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def gemma3_fp32(_load: "Callable[[str, str], LoadedModel]") -> "LoadedModel":
+    return _load("gemma3-270m", "float32")
