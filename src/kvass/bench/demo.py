@@ -28,7 +28,7 @@ from kvass.tiers.directory import DirectoryTier
 
 MODEL = "smollm2-135m"
 CONTEXT_TOKENS = 7600
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 _BUDGET = 2 << 30
 _SOURCES = ("textwrap.py", "json/decoder.py", "json/encoder.py", "heapq.py", "bisect.py")
 
