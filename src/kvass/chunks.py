@@ -14,27 +14,21 @@ MAX_TOKEN_ID = (1 << 24) - 2
 
 
 def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
-    """Token ids as a contiguous little-endian int32 array `[n]`.
+    """Token ids as a little-endian int32 array `[n]` of its own: the caller may reuse what it gave.
 
-    Raises InputError where an id is not an integer in 0..MAX_TOKEN_ID or the array is not flat.
+    Raises InputError where an id is not an integer in 0..MAX_TOKEN_ID or the sequence is not flat.
     """
-    if type(tokens) is np.ndarray and tokens.dtype == np.int32:
-        array = np.ascontiguousarray(tokens)
-    else:
-        try:
-            wide = np.asarray(tokens)
-        except (ValueError, OverflowError) as error:
-            raise InputError(f"token ids must be a flat sequence of integers: {error}") from error
-        if wide.size and wide.dtype.kind not in "iu":
-            raise InputError(f"token ids must be integers, not {wide.dtype}")
-        if wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
-            raise InputError(f"token ids must lie in 0..{MAX_TOKEN_ID}; got {wide.min()}..{wide.max()}")
-        array = np.ascontiguousarray(wide, dtype="<i4")
-    if array.ndim != 1:
-        raise InputError(f"token ids must be a flat sequence, not of shape {array.shape}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID):
-        raise InputError(f"token ids must lie in 0..{MAX_TOKEN_ID}; got {array.min()}..{array.max()}")
-    return array
+    try:
+        wide = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InputError(f"token ids must be a flat sequence of integers: {error}") from error
+    if wide.ndim != 1:
+        raise InputError(f"token ids must be a flat sequence, not of shape {wide.shape}")
+    if wide.size and wide.dtype.kind not in "iu":
+        raise InputError(f"token ids must be integers, not {wide.dtype}")
+    if wide.size and (int(wide.min()) < 0 or int(wide.max()) > MAX_TOKEN_ID):
+        raise InputError(f"token ids must lie in 0..{MAX_TOKEN_ID}; got {wide.min()}..{wide.max()}")
+    return np.array(wide, dtype="<i4", order="C")
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:

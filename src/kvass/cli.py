@@ -436,7 +436,7 @@ def bench_store(
     _needs_transformers()
     from kvass.bench import store
 
-    with _progress("store", 4 * rounds * 2 + 3 * rounds) as advance:
+    with _progress("store", 13 * rounds) as advance:
         found = store.run(disk, chunks=chunks, rounds=rounds, threads=threads, progress=advance)
     _report(found, as_json)
 

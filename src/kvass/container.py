@@ -7,14 +7,15 @@ The header's digest stands at a fixed offset and covers the whole header with th
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvass.errors import CorruptObjectError
+from kvass.chunks import MAX_TOKEN_ID
+from kvass.errors import CorruptObjectError, InputError
 from kvass.keys import FORMAT_VERSION, Namespace
 from kvass.provenance import Provenance
 from kvass.spec import numpy_dtype
@@ -26,8 +27,11 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 1 << 20
 """A chunk of 4,096 tokens and 512 layers needs 100 kB; what claims more is hostile."""
 
-_BATCH_BYTES = 512 << 10
-"""Read or written, then hashed, while still in the core's own cache."""
+_MAX_DIMENSIONS = 8
+_MAX_POSITION = (1 << 31) - 1
+
+_BATCH_BYTES = 1536 << 10
+"""Read or written, then hashed: small enough for the cache, large enough that threads seldom meet."""
 
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = "0" * 32
@@ -43,6 +47,10 @@ _SAFETENSORS_DTYPES = {
     "uint8": "U8",
 }
 _DTYPE_NAMES = {short: name for name, short in _SAFETENSORS_DTYPES.items()}
+
+
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
 class CodecStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,15 +70,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     digest: str
     format: int
-    key: str
-    group: int
-    shard: int
+    key: _Hex
+    group: Annotated[int, msgspec.Meta(ge=0, le=0xFF)]
+    shard: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
     parent: str
-    content_key: str
+    content_key: _Hex
     namespace: Namespace
-    position: int
-    tokens: list[int]
-    codec: list[CodecStep]
+    position: Annotated[int, msgspec.Meta(ge=0, le=_MAX_POSITION)]
+    tokens: Annotated[list[_Token], msgspec.Meta(min_length=1)]
+    codec: Annotated[list[CodecStep], msgspec.Meta(min_length=1)]
     provenance: Provenance
     digests: dict[str, list[str]]
     condensed: None = None
@@ -80,6 +88,13 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+_outer_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
+_header_decoder = msgspec.json.Decoder(Header)
+_tensor_decoder = msgspec.json.Decoder(_Tensor)
+_encoder = msgspec.json.Encoder()
 
 
 class Stored(NamedTuple):
@@ -121,54 +136,76 @@ class Blob(Protocol):
         """(offset, buffers) until every byte was handed out once; a buffer is valid until the next."""
 
 
-def _as_bytes(array: Array) -> Buffer:
-    return array.view(np.uint8).reshape(-1).data
+def _rows(array: Array) -> list[Buffer]:
+    """Each layer as one flat row of bytes, the same memory.
+
+    Raises InputError where a layer is not C-contiguous: a copy would be filled in its stead.
+    """
+    layers = array if array.ndim > 1 else array[:, None]
+    if not layers[0].flags.c_contiguous:
+        raise InputError(f"each layer must be C-contiguous; strides {array.strides} of {array.shape} are not")
+    return [row.data for row in layers.view(np.uint8).reshape(len(layers), -1)]
 
 
 class Encoded:
     """A chunk's arrays on their way into an object. Views are read when `pieces` is consumed."""
 
     def __init__(self, header: Header, arrays: Mapping[str, Array]):
-        """`arrays`: `[layers, ...]`, each layer C-contiguous; `header.digests` is filled in here."""
+        """`arrays`: `[layers, ...]`, each layer C-contiguous; `header.digests` is filled in here.
+
+        Raises InputError for a header or an array that no reader would accept.
+        """
         self._arrays = {name: arrays[name] for name in sorted(arrays)}
+        if not all(0 < array.ndim <= _MAX_DIMENSIONS and array.size for array in self._arrays.values()):
+            raise InputError("such a chunk cannot be stored: an array is empty or a scalar")
+        if not header.tokens or header.group >= len(header.namespace.spec.groups):
+            raise InputError(
+                "such a chunk cannot be stored: no tokens, or a group that its spec does not have"
+            )
         blank = {name: [_NO_DIGEST] * len(array) for name, array in self._arrays.items()}
         self._header = msgspec.structs.replace(header, digest=_NO_DIGEST, digests=blank)
         self._tensors = _describe(self._arrays)
-        self._data_start = len(_encode_header(self._header, self._tensors))
+        raw = _encode_header(self._header, self._tensors)
+        self._data_start = len(raw)
         self.size = self._data_start + sum(array.nbytes for array in self._arrays.values())
+        if len(raw) > MAX_HEADER_BYTES:
+            raise InputError(f"a header of {len(raw)} bytes is over the {MAX_HEADER_BYTES} that are read")
 
     def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
         """Arrays first, each layer hashed as it is handed out, then the header with the digests."""
         digests: dict[str, list[str]] = {name: [] for name in self._arrays}
         offset = self._data_start
-        for name, first, last in _layer_batches(self._arrays):
-            layers = [_as_bytes(layer) for layer in self._arrays[name][first:last]]
-            digests[name] += [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
-            yield offset, layers
-            offset += sum(len(layer) for layer in layers)
+        for name, array in self._arrays.items():
+            rows = _rows(array)
+            for batch in _batches(rows):
+                digests[name] += [xxhash.xxh3_128_hexdigest(row) for row in batch]
+                yield offset, batch
+                offset += sum(map(len, batch))
         header = msgspec.structs.replace(self._header, digests=digests)
         yield 0, [memoryview(_seal(_encode_header(header, self._tensors)))]
 
 
-def _layer_batches(arrays: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
-    for name, array in arrays.items():
-        step = max(1, _BATCH_BYTES // max(1, array[0].nbytes))
-        for first in range(0, len(array), step):
-            yield name, first, min(first + step, len(array))
+def _batches(rows: list[Buffer]) -> Iterator[list[Buffer]]:
+    step = max(1, _BATCH_BYTES // max(1, len(rows[0])))
+    for first in range(0, len(rows), step):
+        yield rows[first : first + step]
 
 
 def _describe(arrays: Mapping[str, Array]) -> dict[str, _Tensor]:
     tensors, offset = {}, 0
     for name, array in arrays.items():
         end = offset + array.nbytes
-        tensors[name] = _Tensor(_SAFETENSORS_DTYPES[array.dtype.name], list(array.shape), (offset, end))
+        short = _SAFETENSORS_DTYPES.get(array.dtype.name)
+        if short is None:
+            raise InputError(f"array {name!r} is {array.dtype}, which cannot be stored")
+        tensors[name] = _Tensor(short, list(array.shape), (offset, end))
         offset = end
     return tensors
 
 
 def _encode_header(header: Header, tensors: Mapping[str, _Tensor]) -> bytes:
-    inner = msgspec.json.encode(header).decode()
-    outer = msgspec.json.encode({"__metadata__": {"kvass": inner}, **tensors})
+    inner = _encoder.encode(header).decode()
+    outer = _encoder.encode({"__metadata__": {"kvass": inner}, **tensors})
     padding = -(_LENGTH.size + len(outer)) % ALIGNMENT
     return _LENGTH.pack(len(outer) + padding) + outer + b" " * padding
 
@@ -210,19 +247,22 @@ def _parse(raw: bytes, size: int) -> Parsed:
     if xxhash.xxh3_128_hexdigest(blank).encode() != claimed:
         raise CorruptObjectError("header digest does not match")
     try:
-        outer = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(outer.pop("__metadata__"), type=dict[str, str])
-        header = msgspec.json.decode(metadata["kvass"], type=Header)
-        tensors = {name: msgspec.json.decode(value, type=_Tensor) for name, value in outer.items()}
+        outer = _outer_decoder.decode(body)
+        header = _header_decoder.decode(_metadata_decoder.decode(outer.pop("__metadata__"))["kvass"])
+        tensors = {name: _tensor_decoder.decode(value) for name, value in outer.items()}
     except (msgspec.MsgspecError, KeyError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptObjectError(f"header cannot be read: {error}") from error
     if header.format != FORMAT_VERSION:
         raise CorruptObjectError(f"object is of format {header.format}, not {FORMAT_VERSION}")
+    if header.group >= len(header.namespace.spec.groups):
+        raise CorruptObjectError(f"object belongs to group {header.group}, which its spec does not have")
     arrays, offset = {}, len(raw)
     for name, tensor in tensors.items():
-        stored = _place(name, tensor, offset, header)
+        stored = _place(name, tensor, offset, offset - len(raw), header)
         arrays[name] = stored
         offset += stored.size
+    if header.digests.keys() != arrays.keys():
+        raise CorruptObjectError("header has digests of arrays that are not there")
     if offset != size:
         raise CorruptObjectError(f"object has {size} bytes where its header accounts for {offset}")
     if _encode_header(msgspec.structs.replace(header, digest=_NO_DIGEST), tensors) != blank:
@@ -230,20 +270,19 @@ def _parse(raw: bytes, size: int) -> Parsed:
     return Parsed(header, arrays, size)
 
 
-def _place(name: str, tensor: _Tensor, offset: int, header: Header) -> Stored:
+def _place(name: str, tensor: _Tensor, offset: int, wanted: int, header: Header) -> Stored:
     try:
         dtype_name = _DTYPE_NAMES[tensor.dtype]
     except KeyError:
         raise CorruptObjectError(f"array {name!r} has unknown dtype {tensor.dtype!r}") from None
     dtype = np.dtype(np.uint8) if dtype_name == "uint8" else numpy_dtype(dtype_name)
     count = dtype.itemsize
+    if not 0 < len(tensor.shape) <= _MAX_DIMENSIONS or min(tensor.shape) <= 0:
+        raise CorruptObjectError(f"array {name!r} has an impossible shape")
     for extent in tensor.shape:
-        if extent <= 0:
-            raise CorruptObjectError(f"array {name!r} has shape {tensor.shape}")
         count *= extent
-    begin, end = tensor.data_offsets
-    layers = tensor.shape[0] if tensor.shape else 0
-    if end - begin != count or len(header.digests.get(name, ())) != layers or not layers:
+    layers = len(header.digests.get(name, ()))
+    if tensor.data_offsets != (wanted, wanted + count) or tensor.shape[0] != layers:
         raise CorruptObjectError(f"array {name!r} does not fit its offsets or digests")
     return Stored(offset, count, dtype, tuple(tensor.shape))
 
@@ -252,18 +291,22 @@ def read_arrays(reader: Reader, parsed: Parsed, targets: Mapping[str, Array]) ->
     """Read every array into `targets[name]` (same shape, each layer C-contiguous) and verify each layer.
 
     Returns the bytes read, all of them verified. Raises CorruptObjectError at the first layer that fails:
-    what the targets hold then must not be used.
+    what the targets hold then must not be used. Raises InputError for targets that do not fit.
     """
+    for name, stored in parsed.arrays.items():
+        target = targets.get(name)
+        if target is None or target.shape != stored.shape or target.dtype != stored.dtype:
+            raise InputError(f"there is no place for array {name!r}, which is {stored.dtype} {stored.shape}")
     total = 0
-    for name, first, last in _layer_batches({name: targets[name] for name in parsed.arrays}):
-        stored = parsed.arrays[name]
-        layer_bytes = stored.size // stored.shape[0]
-        layers = [_as_bytes(layer) for layer in targets[name][first:last]]
-        reader.read_into(stored.offset + first * layer_bytes, layers)
-        for wanted, layer in zip(parsed.header.digests[name][first:last], layers, strict=True):
-            if xxhash.xxh3_128_hexdigest(layer) != wanted:
-                raise CorruptObjectError(f"array {name!r} fails its digest at layer {first} or after")
-        total += (last - first) * layer_bytes
+    for name, stored in parsed.arrays.items():
+        digests, offset = iter(parsed.header.digests[name]), stored.offset
+        for batch in _batches(_rows(targets[name])):
+            reader.read_into(offset, batch)
+            for row in batch:
+                if xxhash.xxh3_128_hexdigest(row) != next(digests):
+                    raise CorruptObjectError(f"array {name!r} fails its digest")
+            offset += sum(map(len, batch))
+        total += stored.size
     return total
 
 

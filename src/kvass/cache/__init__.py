@@ -2,7 +2,8 @@
 
 from kvass.cache.executor import Copying
 from kvass.cache.inspection import Difference, Explanation, StoredChunk
-from kvass.cache.kvcache import KVCache, LoadResult, StoreTicket, TokenIds
+from kvass.cache.kvcache import KVCache, StoreTicket, TokenIds
+from kvass.cache.loading import LoadResult
 from kvass.cache.match import Match
 from kvass.cache.pool import KVView, Pool
 

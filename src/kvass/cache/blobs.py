@@ -1,8 +1,9 @@
 """Objects on their way into a tier: a chunk of a live sequence, or an object of another tier."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-from kvass.cache.pool import KVView
+from kvass.cache.pool import KVView, check_fit
 from kvass.chunks import Tokens
 from kvass.codecs.base import Codec
 from kvass.container import Blob, Buffer, Encoded, Header
@@ -15,21 +16,36 @@ _COPY_BYTES = 1 << 20
 
 
 class ChunkBlob:
-    """A chunk of the source, encoded when it is written: the source is not touched before."""
+    """A chunk of the source. Its header is made when the size is asked for, its bytes are read when written.
+
+    Both then raise InputError where the source's arrays are not what the spec says.
+    """
 
     def __init__(
         self, coder: Codec, namespace: Namespace, key: bytes, parent: bytes | None, root: bytes, group: int,
         position: int, tokens: Tokens, source: KVView,
     ):  # fmt: skip
-        arrays = source.arrays(group, position, position + tokens.size)
+        self._coder, self._namespace, self._key, self._parent = coder, namespace, key, parent
+        self._root, self._group, self._position, self._tokens = root, group, position, tokens
+        self._source = source
+
+    @cached_property
+    def _encoded(self) -> Encoded:
+        tokens, group = self._tokens, self._namespace.spec.groups[self._group]
+        arrays = self._source.arrays(self._group, self._position, self._position + tokens.size)
+        check_fit(arrays, group, tokens.size)
         header = Header(
-            digest="", format=FORMAT_VERSION, key=key.hex(), group=group, shard=0,
-            parent=address_text(parent) if parent else "",
-            content_key=content_key(root, tokens.tobytes()).hex(), namespace=namespace,
-            position=position, tokens=tokens.tolist(), codec=[coder.step()], provenance=EXACT, digests={},
+            digest="", format=FORMAT_VERSION, key=self._key.hex(), group=self._group, shard=0,
+            parent=address_text(self._parent) if self._parent else "",
+            content_key=content_key(self._root, tokens.tobytes()).hex(), namespace=self._namespace,
+            position=self._position, tokens=tokens.tolist(), codec=[self._coder.step()], provenance=EXACT,
+            digests={},
         )  # fmt: skip
-        self._encoded = Encoded(header, coder.encode(arrays, namespace.spec.groups[group]))
-        self.size = self._encoded.size
+        return Encoded(header, self._coder.encode(arrays, group))
+
+    @property
+    def size(self) -> int:
+        return self._encoded.size
 
     def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
         return self._encoded.pieces()
@@ -51,6 +67,8 @@ class TierBlob:
         buffer = memoryview(bytearray(min(_COPY_BYTES, self.size)))
         try:
             with self._tier.open(self._address) as reader:
+                if reader.size != self.size:
+                    raise TierError("the object was replaced before it was copied")
                 for offset in range(0, self.size, len(buffer)):
                     piece = buffer[: min(len(buffer), self.size - offset)]
                     reader.read_into(offset, [piece])

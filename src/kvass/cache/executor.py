@@ -1,14 +1,18 @@
 """The cache's threads: I/O workers, one writer, one background worker, one housekeeper."""
 
 import logging
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeVar
 
 from kvass import metrics
+from kvass.cache.pool import KVView
 from kvass.container import Blob, Buffer
-from kvass.errors import KvassError, TierError
+from kvass.errors import KvassError, TierError, TierUnavailableError
 
 log = logging.getLogger("kvass.cache")
 
@@ -22,11 +26,18 @@ class Copying:
     The source may be reused as soon as `wait` returns: either everything was copied, or nothing will be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: KVView | None = None) -> None:
         self._changed = threading.Condition()
+        self._source = source
         self._active = 0
         self._over = False
         self.given_up = False
+
+    def take(self) -> KVView | None:
+        """The source, once; None when the store was given up. A store that waits does not keep it alive."""
+        with self._changed:
+            source, self._source = self._source, None
+            return source
 
     def wrap(self, blob: Blob) -> "Blob":
         """The same blob, counted while it is being read."""
@@ -56,6 +67,7 @@ class Copying:
         with self._changed:
             if not self._changed.wait_for(lambda: self._over, seconds):
                 self.given_up = True
+                self._source = None
                 self._changed.wait_for(lambda: self._active == 0)
             return not self.given_up
 
@@ -64,7 +76,10 @@ class _Counted:
     def __init__(self, blob: Blob, copying: Copying):
         self._blob = blob
         self._copying = copying
-        self.size = blob.size
+
+    @property
+    def size(self) -> int:
+        return self._blob.size
 
     def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
         self._copying.begin()
@@ -74,14 +89,85 @@ class _Counted:
             self._copying.end()
 
 
+class Workers:
+    """Threads that run jobs in the order in which they came.
+
+    Not those of `concurrent.futures`: the interpreter waits for them at its end, for ever where one
+    stands still in a tier.
+    """
+
+    def __init__(self, count: int, name: str):
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._done = 0
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del job, future, function  # what they hold must not live until the next job comes
+            self._done += 1
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a job. Raises TierUnavailableError after `close`, and in a forked child."""
+        if self._pid != os.getpid():
+            raise TierUnavailableError("the cache was opened before a fork; open it again")
+        future: Future[T] = Future()
+        with self._guard:
+            if self._closed:
+                raise TierUnavailableError("the cache is closed")
+            self._jobs.put((future, function))
+        return future
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+        """`map` over the threads. Ends, by an exception too, only when no call is running any more."""
+        futures: list[Future[U]] = []
+        try:
+            futures.extend(self.submit(partial(function, item)) for item in items)
+            for future in futures:
+                yield future.result()
+        finally:
+            wait([future for future in futures if not future.cancel()])
+
+    def close(self, patience: float) -> bool:
+        """Take no more jobs and finish those there are; False when none ended for `patience` seconds."""
+        with self._guard:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._jobs.put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                before = self._done
+                thread.join(patience)
+                if thread.is_alive() and self._done == before:
+                    return False
+        return True
+
+
 class Executor:
     """Runs what must not run on the engine's thread. Jobs never raise into the threads' loops."""
 
     def __init__(self, io_threads: int, housekeeping: Callable[[], None], interval: float = 1.0):
-        self._io = ThreadPoolExecutor(io_threads, "kvass-io")
-        self._writer = ThreadPoolExecutor(1, "kvass-writer")
-        self._background = ThreadPoolExecutor(1, "kvass-background")
-        self._background_io = ThreadPoolExecutor(io_threads, "kvass-background-io")
+        self._io = Workers(io_threads, "kvass-io")
+        self._writer = Workers(1, "kvass-writer")
+        self._background = Workers(1, "kvass-background")
+        self._background_io = Workers(io_threads, "kvass-background-io")
         self._housekeeping = housekeeping
         self._stop = threading.Event()
         self._housekeeper = threading.Thread(
@@ -89,42 +175,55 @@ class Executor:
         )
         self._housekeeper.start()
 
-    def io_map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterable[U]:
+    def io_map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
         """`map` over the I/O threads."""
         return self._io.map(function, items)
 
-    def background_io_map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterable[U]:
+    def background_io_map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
         """`map` over threads that loads never wait for."""
         return self._background_io.map(function, items)
 
     def write(self, job: Callable[[], None]) -> "Future[None]":
-        """Run a store, after those before it."""
-        return self._writer.submit(self._guarded, job, "store")
+        """Run a store, after those before it. Raises TierUnavailableError when closed."""
+        return self._writer.submit(partial(self._guarded, job, "store"))
 
-    def background(self, job: Callable[[], None]) -> "Future[None]":
-        """Run a cascade, promotion or removal, after those before it."""
-        return self._background.submit(self._guarded, job, "background")
+    def background(self, job: Callable[[], None]) -> None:
+        """Run a cascade, promotion or removal, after those before it; not at all when closed."""
+        try:
+            self._background.submit(partial(self._guarded, job, "background"))
+        except TierUnavailableError:
+            metrics.errors.labels("cache", "background").inc()
 
     @staticmethod
     def _guarded(job: Callable[[], None], operation: str) -> None:
+        """A thread's outermost loop: what happens here must not end it, nor reach who waits for a store."""
         try:
             job()
-        except (KvassError, OSError, KeyError) as error:
+        except (KvassError, OSError) as error:
             metrics.errors.labels("cache", operation).inc()
             log.warning("kvass: a %s job failed: %s", operation, error)
+        except Exception:
+            metrics.errors.labels("cache", operation).inc()
+            log.exception("kvass: a %s job failed", operation)
 
     def _keep_house(self, interval: float) -> None:
         while not self._stop.wait(interval):
             self._guarded(self._housekeeping, "housekeeping")
 
     def flush(self, seconds: float | None = None) -> None:
-        """Wait until all that was asked for so far is done."""
-        for pool in (self._writer, self._background):  # a store asks for its cascade
-            pool.submit(lambda: None).result(seconds)
+        """Wait until all that was asked for so far is done. Raises TimeoutError after `seconds`."""
+        for workers in (self._writer, self._background):  # a store asks for its cascade
+            try:
+                done = workers.submit(lambda: None)
+            except TierUnavailableError:
+                return
+            done.result(seconds)
 
-    def close(self) -> None:
-        """Finish what was asked for, then stop."""
+    def close(self, patience: float) -> bool:
+        """Finish what was asked for, then stop; False when something stood still for `patience` seconds."""
         self._stop.set()
-        for pool in (self._writer, self._background, self._background_io, self._io):
-            pool.shutdown(wait=True)
-        self._housekeeper.join()
+        for workers in (self._writer, self._background, self._background_io, self._io):
+            if not workers.close(patience):
+                return False
+        self._housekeeper.join(patience)
+        return not self._housekeeper.is_alive()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvass.codecs.registry import codec
 from kvass.container import Array, Header, Parsed, empty_arrays, read_arrays, read_header
-from kvass.errors import CorruptObjectError
+from kvass.errors import ConfigError, CorruptObjectError, UnsupportedModelError
 from kvass.keys import address, address_text
 from kvass.tiers.base import Entry, Tier
 
@@ -51,15 +51,22 @@ class StoredChunk:
 
 
 def opener(tier: Tier, one: bytes) -> Callable[[], tuple[Parsed, dict[str, Array]]]:
+    """A function that reads and verifies an object. It raises KeyError, CorruptObjectError, TierError."""
+
     def opened() -> tuple[Parsed, dict[str, Array]]:
         with tier.open(one) as reader:
             parsed = read_header(reader)
+            header = parsed.header
+            if address(bytes.fromhex(header.key), header.group, header.shard) != one:
+                raise CorruptObjectError("object is not the one that its address says")
             stored = empty_arrays(parsed)
             read_arrays(reader, parsed, stored)
-        header = parsed.header
-        if address(bytes.fromhex(header.key), header.group, header.shard) != one:
-            raise CorruptObjectError("object is not the one that its address says")
+        if len(header.codec) != 1:
+            raise CorruptObjectError("object has a codec chain that this version cannot read")
         group = header.namespace.spec.groups[header.group]
-        return parsed, codec(header.codec[0].name).decode(stored, group, len(header.tokens))
+        try:
+            return parsed, codec(header.codec[0].name).decode(stored, group, len(header.tokens))
+        except (ConfigError, UnsupportedModelError) as error:
+            raise CorruptObjectError(f"object cannot be decoded: {error}") from error
 
     return opened

@@ -1,14 +1,17 @@
 """KVCache: lookup, load, store, prefetch, pin, forget, explain over an ordered list of tiers."""
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +19,9 @@ import numpy.typing as npt
 from kvass import metrics
 from kvass.cache.blobs import NO_BLOB
 from kvass.cache.executor import Copying, Executor
+from kvass.cache.finding import find, nearest
 from kvass.cache.inspection import Difference, Explanation, StoredChunk, opener
+from kvass.cache.loading import Loader, LoadResult, Ready
 from kvass.cache.match import Match, Piece
 from kvass.cache.moving import FAILURES, copy, lacking, promotions, sequence_items, stored_tokens
 from kvass.cache.pool import KVView, Pool
@@ -24,13 +29,10 @@ from kvass.chunks import Tokens, as_tokens
 from kvass.clock import Clock, system_clock
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
-from kvass.codecs.registry import codec
 from kvass.config import Settings
-from kvass.container import Array, Header, Parsed, Reader, empty_arrays, read_arrays, read_header
-from kvass.errors import ConfigError, CorruptObjectError, TierError
-from kvass.keys import KEY_BYTES, Namespace, address, chain, parse_address
-from kvass.provenance import EXACT
-from kvass.tiers.base import Child, Tier, Usage, WriteItem
+from kvass.errors import ConfigError, CorruptObjectError, TierError, TierUnavailableError
+from kvass.keys import Namespace, address, chain, parse_address
+from kvass.tiers.base import Tier, Usage, WriteItem
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
 
@@ -38,33 +40,28 @@ log = logging.getLogger("kvass.cache")
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-_GALLOP = 64
-"""Keys asked for at once while looking for the first that is missing."""
-
-
-class LoadResult(NamedTuple):
-    """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier."""
-
-    tokens: int
-    bytes: int
-    verified: int
-    seconds: float
-    tiers: dict[str, int]
+_EXIT_PATIENCE = 10.0
+"""Seconds without progress after which an interpreter that ends leaves a cache as it is."""
 
 
 @dataclass(slots=True)
 class StoreTicket:
-    """A store under way. The source is free already; `wait` until its objects are visible."""
+    """A store under way. The source is free already; `copied` is False where the store was given up."""
 
-    copied: bool
-    _future: "Future[None]"
+    copied: bool = False
+    future: "Future[None] | None" = field(default=None, repr=False)
     bytes: int = 0
     objects: int = 0
 
     def wait(self, seconds: float | None = None) -> Self:
-        """Wait until the fastest tier has the objects (lower tiers: `KVCache.flush`)."""
-        self._future.result(seconds)
+        """Wait until the fastest tier has the objects (lower tiers: `KVCache.flush`); not at all where the
+        store was given up. Raises TimeoutError after `seconds`."""
+        if self.copied and self.future is not None:
+            self.future.result(seconds)
         return self
+
+
+_open: "weakref.WeakSet[KVCache]" = weakref.WeakSet()
 
 
 class KVCache:
@@ -93,7 +90,10 @@ class KVCache:
         self._codec: Codec = Raw()
         self._warned: set[tuple[str, str]] = set()
         self._guard = threading.Lock()
+        self._stalled: Future[None] | None = None
+        self._pid = os.getpid()
         self._closed = False
+        _open.add(self)
 
     @classmethod
     def open(cls, settings: Settings | None = None) -> Self:
@@ -132,7 +132,12 @@ class KVCache:
         cache.unavailable = unavailable
         return cache
 
-    # -- lookup ---------------------------------------------------------------------------------------
+    # -- lookup and load ------------------------------------------------------------------------------
+
+    def _usable(self) -> list[Tier]:
+        """The tiers, fastest first; none once the cache is closed, nor in a forked child, where its threads
+        do not live and locks may be held for ever."""
+        return [] if self._closed or self._pid != os.getpid() else self.tiers
 
     def lookup(
         self,
@@ -150,194 +155,49 @@ class KVCache:
         began = time.perf_counter()
         array = as_tokens(tokens)
         limit = array.size if limit is None else max(0, min(limit, array.size))
-        root = namespace.root()
-        if keys is None:
-            keys = chain(root, array[:limit], self.chunk_tokens)
-        whole = limit // self.chunk_tokens
-        primary = [key + address(b"", 0) for key in keys[:whole]]
-        runs, found = [], 0
-        for number, tier in enumerate(self.tiers):
-            more = self._leading(tier, primary, found)
-            if more:
-                runs.append((number, more))
-                found += more
-        length, child = found * self.chunk_tokens, None
-        if length < limit:
-            parent = primary[found - 1] if found else address(root, 0)
-            child = self._nearest(parent, array[length:limit][: self.chunk_tokens])
-            length += child[1].common if child else 0
-        match = Match(array, namespace, self.chunk_tokens, length, keys, tuple(runs), child)
-        if len(namespace.spec.groups) > 1 or namespace.spec.groups[0].window is not None:
-            match = self._with_all_groups(match)
+        match = find(self._usable(), self._failed, array, namespace, self.chunk_tokens, limit, keys)
         metrics.lookup_tokens.labels("hit").inc(match.length)
         metrics.lookup_tokens.labels("miss").inc(array.size - match.length)
         metrics.lookup_seconds.observe(time.perf_counter() - began)
         return match
 
-    def _leading(self, tier: Tier, addresses: list[bytes], start: int) -> int:
-        """How many addresses from `start` on are in a tier without a gap."""
-        found, step = 0, _GALLOP
-        try:
-            while start + found < len(addresses):
-                asked = addresses[start + found : start + found + step]
-                there = tier.contains(asked)
-                if False in there:
-                    return found + there.index(False)
-                found += len(asked)
-                step *= 4
-        except FAILURES as error:
-            self._failed(tier, "lookup", error)
-        return found
-
-    def _nearest(self, parent: bytes, tokens: Tokens) -> tuple[int, Child] | None:
-        best: tuple[int, Child] | None = None
-        for number, tier in enumerate(self.tiers):
-            try:
-                child = tier.nearest_child(parent, tokens)
-            except FAILURES as error:
-                self._failed(tier, "lookup", error)
-                continue
-            if child is not None and (best is None or child.common > best[1].common):
-                best = (number, child)
-        return best
-
-    def _with_all_groups(self, match: Match) -> Match:
-        """Shorten a match until every group has the objects that its window still needs there."""
-        while match.length:
-            missing = [piece for piece in match.pieces() if not self._there(piece)]
-            if not missing:
-                return match
-            match = match.cut(max(piece.start for piece in missing))
-        return match
-
-    def _there(self, piece: Piece) -> bool:
-        for number, tier in enumerate(self.tiers):
-            if number < piece.tier:
-                continue
-            try:
-                if tier.contains([piece.address])[0]:
-                    return True
-            except FAILURES as error:
-                self._failed(tier, "lookup", error)
-        return False
-
-    # -- load -----------------------------------------------------------------------------------------
-
     def load(
-        self,
-        match: Match,
-        into: KVView,
-        *,
-        seconds: float | None = None,
-        ready: Callable[[int], None] | None = None,
+        self, match: Match, into: KVView, *, seconds: float | None = None, ready: Ready | None = None
     ) -> LoadResult:
         """Read, verify and hand over a match; several objects at once.
 
         Returns how many tokens are in place: all of the match, or fewer where an object turned out missing
-        or corrupt or `seconds` were over. Behind them `into` may hold anything. `ready(n)`
-        is called, in order, as soon as the first `n` tokens are in place.
+        or corrupt or `seconds` were over. Behind them `into` may hold anything. `ready(n)` is called, in
+        order, as soon as the first `n` tokens are in place; once, at the end, where a group has a window.
+        Never raises because of a tier. Raises InputError where `into` does not fit the spec.
         """
-        began = time.perf_counter()
-        length, total = match.length, 0
-        have: set[tuple[int, int]] = set()
-        by_tier: dict[str, int] = {}
-        deadline = None if seconds is None else began + seconds
-        while length:
-            pieces = match.pieces(length, have)
-            bad: list[int] = []
-            announced = 0
-
-            def one(piece: Piece) -> tuple[Piece, str, int]:
-                if deadline is not None and time.perf_counter() > deadline:
-                    return piece, "", 0
-                return piece, *self._load_piece(match, piece, into)
-
-            for piece, tier, size in self._executor.io_map(one, pieces):
-                if not size:
-                    bad.append(piece.start)
-                    continue
-                have.add((piece.chunk, piece.group))
-                total += size
-                by_tier[tier] = by_tier.get(tier, 0) + size
-                if ready is not None and not bad and piece.start > announced:
-                    announced = piece.start
-                    ready(announced)
-            if not bad:
-                break
-            length = min(bad)
-        if ready is not None and length:
-            ready(length)
-        self._after_load(match, length, by_tier)
-        took = time.perf_counter() - began
-        metrics.load_seconds.observe(took)
-        for name, size in by_tier.items():
-            metrics.load_bytes.labels(name).inc(size)
-        return LoadResult(length, total, total, took, by_tier)
-
-    def _load_piece(self, match: Match, piece: Piece, into: KVView) -> tuple[str, int]:
-        """Load one object from the first tier that has it whole: the tier's name and the bytes; 0: none."""
-        for tier in self.tiers[piece.tier :]:
-            try:
-                with tier.open(piece.address) as reader:
-                    return tier.name, self._read(match, piece, reader, into)
-            except KeyError:
-                continue
-            except CorruptObjectError as error:
-                self._failed(tier, "load", error)
-                self._executor.background(partial(tier.quarantine, piece.address))
-            except FAILURES as error:
-                self._failed(tier, "load", error)
-        return "", 0
-
-    def _read(self, match: Match, piece: Piece, reader: Reader, into: KVView) -> int:
-        """Read and verify one object, which must be exactly the one asked for. Bytes read."""
-        parsed = read_header(reader)
-        header = parsed.header
-        group = match.namespace.spec.groups[piece.group]
-        wanted = match.tokens[piece.start : piece.start + piece.used].tolist()
-        if (
-            (header.key, header.group, header.position)
-            != (piece.address[:KEY_BYTES].hex(), piece.group, piece.start)
-            or len(header.tokens) != piece.stored
-            or header.tokens[: piece.used] != wanted
-            or header.namespace.spec.groups[piece.group] != group
-            or header.provenance != EXACT
-        ):
-            raise CorruptObjectError("object is not the one that its address says")
-        targets = into.arrays(piece.group, piece.start, piece.start + piece.used)
-        coder = self._codec_of(header)
-        if coder.in_place and piece.used == piece.stored:
-            coder.decode(_shapes_only(parsed), group, piece.stored)
-            return read_arrays(reader, parsed, targets)
-        stored = empty_arrays(parsed)
-        size = read_arrays(reader, parsed, stored)
-        for name, array in coder.decode(stored, group, piece.stored).items():
-            targets[name][:] = array[:, : piece.used]
-        return size
-
-    def _codec_of(self, header: Header) -> Codec:
-        if len(header.codec) != 1:
-            raise CorruptObjectError("object has a codec chain that this version cannot read")
-        if header.codec[0].name == self._codec.name:
-            return self._codec
+        tiers = self._usable()
+        if not tiers:
+            return LoadResult(0, 0, 0, 0.0, {})
+        loader = Loader(tiers, self._failed, self._executor, self._codec, match, into)
         try:
-            return codec(header.codec[0].name)
-        except ConfigError as error:
-            raise CorruptObjectError(str(error)) from error
+            result = loader.load(seconds, ready)
+        except TierUnavailableError:  # the cache was closed meanwhile
+            return LoadResult(0, 0, 0, 0.0, {})
+        self._after_load(match, result)
+        metrics.load_seconds.observe(result.seconds)
+        for name, size in result.tiers.items():
+            metrics.load_bytes.labels(name).inc(size)
+        return result
 
-    def _after_load(self, match: Match, length: int, by_tier: dict[str, int]) -> None:
+    def _after_load(self, match: Match, result: LoadResult) -> None:
         """Note the use, and bring what came from a slower tier up."""
-        used = [piece.address for piece in match.pieces(length)] if length else []
+        used = [piece.address for piece in match.pieces(result.tokens)] if result.tokens else []
         if not used:
             return
         for tier in self.tiers:
-            if tier.name in by_tier:
+            if tier.name in result.tiers:
                 try:
                     tier.touch(used)
                 except FAILURES as error:
                     self._failed(tier, "touch", error)
-        if any(name != self.tiers[0].name for name in by_tier):
-            self._executor.background(lambda: self._copy_up(match, length))
+        if any(name != self.tiers[0].name for name in result.tiers):
+            self._executor.background(lambda: self._copy_up(match, result.tokens))
 
     # -- store ----------------------------------------------------------------------------------------
 
@@ -345,37 +205,36 @@ class KVCache:
         """Keep a sequence's KV: whole chunks and the last partial one; what is there already is left.
 
         Returns once the source was copied (or the store given up, after `store_deadline`): the source may
-        then be reused. The objects become visible soon after, in lower tiers later.
+        then be reused. The objects become visible soon after, in lower tiers later. Raises InputError for
+        unusable tokens; a source that does not fit the spec is counted and logged, and nothing stored.
         """
         array = as_tokens(tokens)
-        copying = Copying()
-        ticket: StoreTicket
-
-        def job() -> None:
+        copying = Copying(source)
+        ticket = StoreTicket()
+        reason = "deadline"
+        if self._stalled is None or self._stalled.done():  # else it would only wait behind that one
             try:
-                self._store(array, namespace, source, copying, ticket)
-            finally:
-                copying.over()
-
-        began = threading.Event()
-
-        def wait_for_ticket() -> None:
-            began.wait()
-            job()
-
-        ticket = StoreTicket(False, self._executor.write(wait_for_ticket))
-        began.set()
-        ticket.copied = copying.wait(self._store_deadline)
+                ticket.future = self._executor.write(lambda: self._store(array, namespace, copying, ticket))
+                ticket.copied = copying.wait(self._store_deadline)
+                self._stalled = None if ticket.copied else ticket.future
+            except TierUnavailableError:
+                reason = "error"
         if not ticket.copied:
-            metrics.dropped_stores.labels(self.tiers[0].name if self.tiers else "none", "deadline").inc()
-            self._warn_once("store", "deadline", "a store waited too long and was given up")
+            metrics.dropped_stores.labels(self.tiers[0].name if self.tiers else "none", reason).inc()
+            self._warn_once("store", reason, "a store waited too long or came too late and was given up")
         return ticket
 
-    def _store(
+    def _store(self, tokens: Tokens, namespace: Namespace, copying: Copying, ticket: StoreTicket) -> None:
+        try:
+            source = copying.take()
+            if source is not None and self.tiers and tokens.size:
+                self._store_now(tokens, namespace, source, copying, ticket)
+        finally:
+            copying.over()
+
+    def _store_now(
         self, tokens: Tokens, namespace: Namespace, source: KVView, copying: Copying, ticket: StoreTicket
     ) -> None:
-        if not self.tiers or not tokens.size:
-            return
         items = sequence_items(tokens, namespace, source, self._codec, self.chunk_tokens, copying)
         wanted, done = self._write(self.tiers[0], items)
         ticket.objects = sum(done)
@@ -413,8 +272,8 @@ class KVCache:
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
         try:
-            for number, items in promotions(self.tiers, match, length).items():
-                copy(self.tiers[number], self.tiers[0], items, self._executor.background_io_map)
+            for tier, items in promotions(self.tiers, match, length):
+                copy(tier, self.tiers[0], items, self._executor.background_io_map)
         except FAILURES as error:
             self._failed(self.tiers[0], "promote", error)
 
@@ -436,7 +295,7 @@ class KVCache:
         addresses = [piece.address for piece in match.pieces()]
         until = self._clock() + seconds if seconds else 0.0
         pinned = 0
-        for tier in self.tiers:
+        for tier in self._usable():
             try:
                 pinned = max(pinned, tier.pin(addresses, until))
             except FAILURES as error:
@@ -447,22 +306,24 @@ class KVCache:
         """Delete a prompt's stored chunks from the one that holds token `keep` on, with everything stored
         behind them, in every tier; objects deleted. Pins do not hold against this."""
         array = as_tokens(tokens)
-        root = namespace.root()
-        first = min(keep, array.size) // self.chunk_tokens
-        keys = chain(root, array, self.chunk_tokens)
-        parent = address(keys[first - 1], 0) if first else address(root, 0)
+        first = max(0, min(keep, array.size)) // self.chunk_tokens
+        keys = chain(namespace.root(), array, self.chunk_tokens)
+        parent = address(keys[first - 1] if first else namespace.root(), 0)
+        whole = [address(keys[first], 0)] if first < len(keys) else []
+        rest = array[first * self.chunk_tokens :][: self.chunk_tokens]
         self._executor.flush()
         gone = 0
-        for tier in self.tiers:
+        for tier in reversed(self._usable()):  # slowest first: nothing can be promoted from it any more
             try:
-                if first < len(keys):
-                    gone += tier.delete([address(keys[first], 0)])
-                    continue
-                rest = array[first * self.chunk_tokens :]
-                while (child := tier.nearest_child(parent, rest)) and child.common == rest.size:
-                    gone += tier.delete([child.address])
-                if child is not None and child.common == child.length:
-                    gone += tier.delete([child.address])
+                gone += tier.delete(whole)
+                while (child := tier.nearest_child(parent, rest)) and child.common in (
+                    rest.size,
+                    child.length,
+                ):
+                    went = tier.delete([child.address])
+                    gone += went
+                    if not went:
+                        break
             except FAILURES as error:
                 self._failed(tier, "forget", error)
         return gone
@@ -473,7 +334,7 @@ class KVCache:
         one = parse_address(text)
         self._executor.flush()
         gone = 0
-        for tier in self.tiers:
+        for tier in reversed(self._usable()):
             try:
                 gone += tier.delete([one]) if tier.contains([one])[0] else 0
             except FAILURES as error:
@@ -495,7 +356,7 @@ class KVCache:
             return Explanation(size, hit, "nothing is stored that begins like this prompt", None)
         at = hit - chunks * self.chunk_tokens
         if stored is None or at >= stored.size:
-            return Explanation(size, hit, "what is stored ends here", None)
+            return Explanation(size, hit, "nothing that is stored goes on like this prompt", None)
         difference = Difference(
             hit, match.tokens[hit : hit + context].tolist(), stored[at : at + context].tolist()
         )
@@ -506,10 +367,10 @@ class KVCache:
         root = address(match.namespace.root(), 0)
         parent = address(match.keys[chunks - 1], 0) if chunks else root
         rest = match.tokens[chunks * self.chunk_tokens :][: self.chunk_tokens]
-        nearest = match.child or self._nearest(parent, rest)
-        if nearest is None:
+        found = match.child or nearest(self._usable(), self._failed, parent, rest)
+        if found is None:
             return None
-        number, child = nearest
+        number, child = found
         piece = Piece(chunks, 0, child.address, 0, child.length, child.common, number)
         return stored_tokens(self.tiers[number], piece)
 
@@ -524,37 +385,47 @@ class KVCache:
 
     def entries(self, namespace: Namespace | None = None) -> Iterator[StoredChunk]:
         """All stored objects, tier by tier; only those of `namespace` where one is given."""
+        for tier in self._usable():
+            yield from self._entries(tier, namespace)
+
+    def _entries(self, tier: Tier, namespace: Namespace | None = None) -> Iterator[StoredChunk]:
         root = namespace.root() if namespace else None
-        for tier in self.tiers:
-            try:
-                for entry in tier.scan():
-                    if root is None or entry.root == root:
-                        yield StoredChunk(tier.name, entry, opener(tier, entry.address))
-            except FAILURES as error:
-                self._failed(tier, "scan", error)
+        try:
+            for entry in tier.scan():
+                if root is None or entry.root == root:
+                    yield StoredChunk(tier.name, entry, opener(tier, entry.address))
+        except FAILURES as error:
+            self._failed(tier, "scan", error)
 
     def verify(self, progress: Callable[[StoredChunk], None] | None = None) -> tuple[int, list[str]]:
         """Read every object of every tier; those that fail are quarantined. Objects read, addresses bad."""
         count, bad = 0, []
-        for stored in self.entries():
-            count += 1
-            try:
-                stored.arrays()
-            except KeyError:
-                count -= 1  # evicted meanwhile
-            except CorruptObjectError as error:
-                tier = next(tier for tier in self.tiers if tier.name == stored.tier)
-                self._failed(tier, "verify", error)
-                bad.append(stored.address)
-                tier.quarantine(stored.entry.address)
-            if progress is not None:
-                progress(stored)
+        for tier in self._usable():
+            for stored in self._entries(tier):
+                count += 1
+                try:
+                    self._verify_one(tier, stored)
+                except KeyError:
+                    count -= 1  # evicted meanwhile
+                except FAILURES as error:
+                    self._failed(tier, "verify", error)
+                    bad.append(stored.address)
+                if progress is not None:
+                    progress(stored)
         return count, bad
+
+    @staticmethod
+    def _verify_one(tier: Tier, stored: StoredChunk) -> None:
+        try:
+            stored.arrays()
+        except CorruptObjectError:
+            tier.quarantine(stored.entry.address)
+            raise
 
     def stats(self) -> dict[str, Usage]:
         """Usage of each tier that answers."""
         found = {}
-        for tier in self.tiers:
+        for tier in self._usable():
             try:
                 found[tier.name] = tier.usage()
             except FAILURES as error:
@@ -564,15 +435,24 @@ class KVCache:
     # -- life -----------------------------------------------------------------------------------------
 
     def flush(self, seconds: float | None = None) -> None:
-        """Wait until everything stored so far is visible in every tier that takes it."""
+        """Wait until everything stored so far is visible in every tier that takes it. Raises TimeoutError
+        after `seconds`."""
         self._executor.flush(seconds)
 
-    def close(self) -> None:
-        """Finish what is pending and close the tiers. More than once is fine."""
+    def close(self, patience: float = 30.0) -> None:
+        """Finish what is pending and close the tiers. More than once is fine.
+
+        Where nothing moves on for `patience` seconds, as when a process that stands still holds a tier's
+        lock, the rest is given up; the tiers stay open then until this process ends.
+        """
         if self._closed:
             return
         self._closed = True
-        self._executor.close()
+        if self._pid != os.getpid():
+            return
+        if not self._executor.close(patience):
+            log.warning("kvass: a tier stands still; what was not stored yet is given up")
+            return
         for tier in self.tiers:
             tier.close()
 
@@ -603,9 +483,9 @@ class KVCache:
         log.warning("kvass: %s; treated as a miss, counted in kvass_errors_total from now on", message)
 
 
-def _shapes_only(parsed: Parsed) -> dict[str, Array]:
-    """Arrays without memory behind them, to hold shapes and dtypes against the spec before reading."""
-    return {
-        name: np.broadcast_to(np.empty((), stored.dtype), stored.shape)
-        for name, stored in parsed.arrays.items()
-    }
+def _close_all() -> None:
+    for cache in list(_open):
+        cache.close(_EXIT_PATIENCE)
+
+
+atexit.register(_close_all)

@@ -49,13 +49,19 @@ class Match:
             left -= taken
         return replace(self, length=length, runs=tuple(runs), child=None)
 
-    def pieces(self, length: int | None = None, have: Collection[tuple[int, int]] = ()) -> list[Piece]:
-        """Objects that a hit of `length` tokens (all) needs, less those in `have` (chunk, group)."""
+    def pieces(
+        self, length: int | None = None, have: Collection[tuple[int, int]] = (), *, unseen: bool = False
+    ) -> list[Piece]:
+        """Objects that a hit of `length` tokens (all) needs, less those in `have` (chunk, group).
+
+        `unseen`: with those that lie before every window too, and only serve a later branch.
+        """
         length = self.length if length is None else length
         size, groups = self.chunk_tokens, self.namespace.spec.groups
         tiers = [tier for tier, chunks in self.runs for _ in range(chunks)]
         found = []
-        for chunk in range(min(group.first_needed(length) for group in groups) // size, -(-length // size)):
+        first = [0 if unseen else group.first_needed(length) for group in groups]
+        for chunk in range(min(first) // size, -(-length // size)):
             start = chunk * size
             used = min(size, length - start)
             if chunk < len(tiers):
@@ -64,7 +70,7 @@ class Match:
                 assert self.child is not None
                 tier, child = self.child
                 key, stored = child.address[:KEY_BYTES], child.length
-            for number, group in enumerate(groups):
-                if start + used > group.first_needed(length) and (chunk, number) not in have:
+            for number, needed in enumerate(first):
+                if start + used > needed and (chunk, number) not in have:
                     found.append(Piece(chunk, number, address(key, number), start, stored, used, tier))
         return found

@@ -10,7 +10,7 @@ from kvass.chunks import Tokens, as_tokens
 from kvass.codecs.base import Codec
 from kvass.container import read_header
 from kvass.errors import CorruptObjectError, TierError
-from kvass.keys import Namespace, address, chain, next_key
+from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key
 from kvass.tiers.base import Run, Tier, WriteItem
 
 FAILURES = (TierError, CorruptObjectError, OSError)
@@ -46,47 +46,60 @@ def lacking(tier: Tier, items: Sequence[WriteItem]) -> list[WriteItem]:
     wanted = [item for item, ok in zip(items, there, strict=True) if not ok]
     if not wanted:
         return []
-    last = next(item for item in items if item.position == items[-1].position)
-    if wanted[-1].position == last.position and last.tokens is not None:
-        child = tier.nearest_child(last.parent or address(last.root, 0), last.tokens)
-        if child is not None and child.common == last.length:
-            wanted = [item for item in wanted if item.position != last.position]
+    tail = [item for item in items if item.position == items[-1].position]
+    if wanted[-1].position == tail[0].position and tail[0].tokens is not None:
+        child = tier.nearest_child(tail[0].parent or address(tail[0].root, 0), tail[0].tokens)
+        if child is not None and child.common == tail[0].length:
+            within = [child.address[:KEY_BYTES] + item.address[KEY_BYTES:] for item in tail]
+            if all(tier.contains(within)):
+                wanted = [item for item in wanted if item.position != tail[0].position]
     return wanted
 
 
 def copy(source: Tier, target: Tier, items: Sequence[WriteItem], run: Run) -> None:
-    """Copy objects between tiers byte by byte, stopping at the first that is gone: what follows it would
-    have no parent. Whoever reads the copies verifies them."""
-    moved = []
+    """Copy objects between tiers byte by byte. What follows one that is gone would have no parent there
+    and is left out. Whoever reads the copies verifies them."""
+    moved, cut = [], set()
     for item in items:
+        part = item.address[KEY_BYTES:]
+        if part in cut:
+            continue
         blob = TierBlob(source, item.address)
-        if not blob.size:
-            break
-        moved.append(item._replace(blob=blob))
+        if blob.size:
+            moved.append(item._replace(blob=blob))
+        else:
+            cut.add(part)
     target.write(moved, run)
 
 
-def promotions(tiers: Sequence[Tier], match: Match, length: int) -> dict[int, list[WriteItem]]:
-    """What a load of `length` tokens took from slower tiers and the fastest lacks, by tier."""
-    root, size = match.namespace.root(), match.chunk_tokens
-    found: dict[int, list[WriteItem]] = {}
-    for piece in match.pieces(length):
-        if not piece.tier:
-            continue
-        parent = address(match.keys[piece.chunk - 1], piece.group) if piece.chunk else None
-        tokens = None
-        if piece.group == 0:
-            tokens = match.tokens[piece.start : piece.start + size][: piece.stored]
-            if piece.used < piece.stored:
-                tokens = stored_tokens(tiers[piece.tier], piece)
-                if tokens is None:
-                    continue
-        item = WriteItem(piece.address, parent, root, piece.start, piece.stored, tokens, NO_BLOB)
-        found.setdefault(piece.tier, []).append(item)
-    for number, items in found.items():
-        there = tiers[0].contains([item.address for item in items])
-        found[number] = [item for item, ok in zip(items, there, strict=True) if not ok]
+def promotions(tiers: Sequence[Tier], match: Match, length: int) -> list[tuple[Tier, list[WriteItem]]]:
+    """What the fastest tier lacks of a match's first `length` tokens, by the tier that has it.
+
+    Parts that no window sees any more come too: without them their successors would have no parents.
+    """
+    pieces = match.pieces(length, unseen=True)
+    found = []
+    for number, tier in enumerate(tiers):
+        there = tier.contains([piece.address for piece in pieces])
+        if number:
+            items = [_promoted(tier, match, piece) for piece, ok in zip(pieces, there, strict=True) if ok]
+            found.append((tier, [item for item in items if item is not None]))
+        pieces = [piece for piece, ok in zip(pieces, there, strict=True) if not ok]
     return found
+
+
+def _promoted(tier: Tier, match: Match, piece: Piece) -> WriteItem | None:
+    parent = address(match.keys[piece.chunk - 1], piece.group) if piece.chunk else None
+    tokens = None
+    if piece.group == 0:
+        tokens = match.tokens[piece.start : piece.start + piece.stored]
+        if piece.used < piece.stored:
+            tokens = stored_tokens(tier, piece)
+        if tokens is None or tokens.size != piece.stored:
+            return None
+    return WriteItem(
+        piece.address, parent, match.namespace.root(), piece.start, piece.stored, tokens, NO_BLOB
+    )
 
 
 def stored_tokens(tier: Tier, piece: Piece) -> Tokens | None:

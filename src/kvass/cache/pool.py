@@ -1,12 +1,13 @@
 """Host memory for one sequence's KV: what the cache reads into and stores from."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
 from kvass.container import Array
 from kvass.errors import InputError
-from kvass.spec import KVSpec, numpy_dtype
+from kvass.spec import KVSpec, LayerGroup, numpy_dtype
 
 
 class KVView(Protocol):
@@ -15,6 +16,20 @@ class KVView(Protocol):
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
         """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, in the
         group's dtype, each layer C-contiguous."""
+
+
+def check_fit(arrays: Mapping[str, Array], group: LayerGroup, tokens: int) -> None:
+    """Raises InputError unless a view's arrays are those of `tokens` tokens of that group."""
+    dtype = numpy_dtype(group.dtype)
+    for name in ("k", "v"):
+        array, shape = arrays.get(name), group.shape(name, tokens)
+        if array is None or array.shape != shape or array.dtype != dtype:
+            found = "missing" if array is None else f"{array.dtype} {array.shape}"
+            raise InputError(f"array {name!r} of a view must be {dtype} {shape}; it is {found}")
+        if not all(layer.flags.c_contiguous for layer in array[:1]):
+            raise InputError(f"each layer of array {name!r} of a view must be C-contiguous")
+    if len(arrays) != 2:
+        raise InputError(f"a view's arrays are 'k' and 'v', not {', '.join(arrays)}")
 
 
 class Pool:

@@ -30,7 +30,10 @@ class WriteItem(NamedTuple):
 
 
 Run = Callable[[Callable[[WriteItem], bool], Iterable[WriteItem]], Iterable[bool]]
-"""`map`, or an executor's: how a tier spreads the copying of several objects over the caller's threads."""
+"""`map`, or an executor's: how a tier spreads the copying of several objects over the caller's threads.
+
+It ends, by an exception too, only when none of the calls is running any more.
+"""
 
 
 class Child(NamedTuple):
@@ -110,7 +113,9 @@ class Tier(abc.ABC):
         """Store objects, parents before children. Returns which are in the tier afterwards.
 
         An object whose parent is missing is not stored, nor one for which no room may be freed. One that
-        is there already is left as it is. One that extends a sibling replaces it. What fails leaves nothing.
+        is there already is left as it is. One that extends a childless sibling replaces it, and inherits
+        its pin. What fails leaves nothing: a blob that raises OSError or KvassError is not stored; anything
+        else it raises passes through.
         """
 
     @abc.abstractmethod

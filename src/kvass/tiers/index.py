@@ -9,34 +9,27 @@ Databases:  objects     address -> record
             meta        counters and flags
 
 `node` is a hash of the parent's address and of the tokens before the row's span: an LMDB key holds at
-most 511 bytes, so a chunk of more than 148 tokens has one row for each span of 148. Siblings stand in
-token order, hence the longest common beginning with any text is that of a neighbour of its place.
+most 511 bytes, so a chunk has one row for each 148 tokens and what is left of them, be it nothing.
+Siblings stand in token order, hence the longest common beginning with any text is that of a neighbour of
+its place, and a sibling whose tokens another one begins with stands just before that one. Objects without
+tokens (other groups than the primary) have a row too: that is how a parent knows its children.
 """
 
-import contextlib
 import os
-import random
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lmdb
 import numpy as np
 from blake3 import blake3
 
 from kvass.chunks import Tokens
-from kvass.errors import TierFullError, TierUnavailableError
+from kvass.errors import InputError, TierUnavailableError
 from kvass.keys import ADDRESS_BYTES, KEY_BYTES, address, split_address
 from kvass.tiers.base import Child
-
-Txn = Any  # lmdb.Transaction; the library ships no types
-
-_MAP_BYTES = 64 << 30
-_MAX_READERS = 1024
-_LOCK_BYTES = 128 + 64 * _MAX_READERS
+from kvass.tiers.environment import Environment, Txn
 
 _SPAN = 148
 _TOKEN_BYTES = 3
@@ -48,9 +41,6 @@ _CHILD = struct.Struct(f"<{ADDRESS_BYTES}sI")
 _USAGE = struct.Struct("<QQ")
 _INTENT = struct.Struct("<16sQ")
 _NO_PARENT = bytes(ADDRESS_BYTES)
-_IDENTITY_CHECK_SECONDS = 1.0
-_READER_CHECK_WRITES = 256
-_TAIL_PAGES = 64
 
 
 class Record(NamedTuple):
@@ -67,8 +57,11 @@ class Record(NamedTuple):
     root: bytes
 
     def pack(self) -> bytes:
-        """As stored."""
-        return _RECORD.pack(*self)
+        """As stored. Raises InputError for a value out of range."""
+        try:
+            return _RECORD.pack(*self)
+        except struct.error as error:
+            raise InputError(f"the index cannot hold {self}: {error}") from error
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> "Record":
@@ -88,7 +81,7 @@ def _node(parent: bytes, before: bytes) -> bytes:
 
 
 def _rows(parent: bytes, tag: bytes, packed: bytes) -> Iterator[bytes]:
-    for at in range(0, len(packed), _SPAN_BYTES):
+    for at in range(0, len(packed) + 1, _SPAN_BYTES):
         yield _node(parent, packed[:at]) + packed[at : at + _SPAN_BYTES].ljust(_SPAN_BYTES, b"\0") + tag
 
 
@@ -106,118 +99,17 @@ def tree_parent(parent: bytes | None, root: bytes, group: int, shard: int) -> by
     return parent or address(root, group, shard)
 
 
-class Index:
-    """One LMDB environment. `read` and `write` give transactions; all else happens inside one.
+class Index(Environment):
+    """The rows of one directory tier, in one LMDB environment."""
 
-    Only `write` may wait, for other writers, without limit: it belongs on a background thread.
-    """
-
-    def __init__(self, folder: Path, *, durable: bool):
-        """Open or create. Raises TierUnavailableError when the files are unusable; `destroy` then helps."""
-        self._folder = folder
-        self._data = folder / "data.mdb"
-        self._guard = threading.Condition()
-        self._users = 0
-        self._writes = 0
-        self._checked = 0.0
-        self.broken = False
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_data_file(self._data)
-        _preallocate(folder / "lock.mdb")
-        try:
-            self._env = lmdb.open(
-                str(folder), map_size=_MAP_BYTES, max_dbs=8, max_readers=_MAX_READERS, mode=0o600,
-                sync=durable, metasync=False, max_spare_txns=4,
-            )  # fmt: skip
-            self._env.reader_check()
-            handles = self._databases()
-            self.objects, self.tokens, self.children, self.leaves, self.intents = handles[:5]
-            self.quarantined, self.meta = handles[5:]
-            self._inode = self._data.stat().st_ino
-        except (lmdb.Error, OSError, MemoryError) as error:
-            raise TierUnavailableError(f"cannot open the index in {folder}: {error}") from error
-
-    def _databases(self) -> list[Any]:
-        names = (b"objects", b"tokens", b"children", b"leaves", b"intents", b"quarantined", b"meta")
-        with self._env.begin(write=True) as txn:
-            return [self._env.open_db(name, txn=txn) for name in names]
-
-    # -- transactions ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Txn]:
-        """A read transaction: never waits for writers, sees one moment."""
-        with self._use(), self._translated(), self._env.begin(buffers=True) as txn:
-            yield txn
-
-    @contextlib.contextmanager
-    def write(self) -> Iterator[Txn]:
-        """A write transaction over all processes; committed at the end, undone on any exception."""
-        with self._use(checked=True), self._translated():
-            self._writes += 1
-            if self._writes % _READER_CHECK_WRITES == 0:
-                self._env.reader_check()
-            with self._env.begin(write=True) as txn:
-                yield txn
-
-    @contextlib.contextmanager
-    def _use(self, *, checked: bool = False) -> Iterator[None]:
-        with self._guard:
-            now = time.monotonic()
-            if not self.broken and (checked or now - self._checked > _IDENTITY_CHECK_SECONDS):
-                self._checked = now
-                self.broken = not self._same_file()
-            if self.broken:
-                raise TierUnavailableError(f"the index in {self._folder} was removed or damaged")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._users -= 1
-                self._guard.notify_all()
-
-    def _same_file(self) -> bool:
-        try:
-            return self._data.stat().st_ino == self._inode
-        except OSError:
-            return False
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except (lmdb.MapFullError, lmdb.DiskError) as error:
-            raise TierFullError(f"no room for the index in {self._folder}: {error}") from error
-        except lmdb.ReadersFullError as error:
-            raise TierUnavailableError(f"too many readers of the index in {self._folder}") from error
-        except lmdb.Error as error:
-            # A full tmpfs shows as a plain error too; only what LMDB calls damage is damage.
-            damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError,
-                      lmdb.VersionMismatchError, lmdb.BadValsizeError)  # fmt: skip
-            self.broken = self.broken or isinstance(error, damage)
-            raise TierUnavailableError(f"the index in {self._folder} failed: {error}") from error
-
-    def close(self) -> None:
-        """Wait for running transactions and close."""
-        with self._guard:
-            self.broken = True
-            self._guard.wait_for(lambda: self._users == 0, timeout=10)
-        self._env.close()
-
-    def abandon(self) -> None:
-        """Close in a forked child, where no other thread lives."""
-        self.broken = True
-        self._env.close()
-
-    def bytes_on_disk(self) -> int:
-        """Bytes that the index itself takes."""
-        try:
-            return self._data.stat().st_blocks * 512 + _LOCK_BYTES
-        except OSError:
-            return 0
-
-    # -- rows -----------------------------------------------------------------------------------------
+    databases = ("objects", "tokens", "children", "leaves", "intents", "quarantined", "meta")
+    objects: Any
+    tokens: Any
+    children: Any
+    leaves: Any
+    intents: Any
+    quarantined: Any
+    meta: Any
 
     def get(self, txn: Txn, one: bytes) -> Record | None:
         """An object's record."""
@@ -241,7 +133,6 @@ class Index:
 
     def insert(self, txn: Txn, one: bytes, record: Record, tokens: Tokens | None) -> list[bytes]:
         """Add an object below its parent (which must be there); returns keys that it supersedes."""
-        superseded = []
         if record.parent:
             above = self.get(txn, record.parent)
             if above is None:
@@ -251,18 +142,17 @@ class Index:
                 txn.delete(record.parent, db=self.leaves)
         self.put(txn, one, record)
         txn.put(one, b"", db=self.leaves)
+        parent = tree_parent(record.parent, record.root, *split_address(one)[1:])
+        packed, before = b"", None
         if tokens is not None:
             packed = pack_tokens(tokens)
             txn.put(one, packed, db=self.tokens)
-            parent = tree_parent(record.parent, record.root, *split_address(one)[1:])
             before = self._strict_beginning(txn, parent, packed)
-            if before is not None:
-                superseded.append(before[:KEY_BYTES])
-            value = _CHILD.pack(one, record.length)
-            for row in _rows(parent, one[:_TAG_BYTES], packed):
-                txn.put(row, value, db=self.children)
+        value = _CHILD.pack(one, record.length)
+        for row in _rows(parent, one[:_TAG_BYTES], packed):
+            txn.put(row, value, db=self.children)
         self.add_usage(txn, 0, 1)
-        return superseded
+        return [] if before is None else [before[:KEY_BYTES]]
 
     def _strict_beginning(self, txn: Txn, parent: bytes, packed: bytes) -> bytes | None:
         """The childless sibling, if any, whose tokens are a strict beginning of `packed`.
@@ -289,12 +179,11 @@ class Index:
         """Remove a childless object's rows and its charge."""
         txn.delete(one, db=self.objects)
         txn.delete(one, db=self.leaves)
-        packed = txn.get(one, None, self.tokens)
-        if packed is not None:
-            parent = tree_parent(record.parent, record.root, *split_address(one)[1:])
-            for row in _rows(parent, one[:_TAG_BYTES], bytes(packed)):
-                txn.delete(row, db=self.children)
-            txn.delete(one, db=self.tokens)
+        parent = tree_parent(record.parent, record.root, *split_address(one)[1:])
+        packed = bytes(txn.get(one, b"", self.tokens))
+        for row in _rows(parent, one[:_TAG_BYTES], packed):
+            txn.delete(row, db=self.children)
+        txn.delete(one, db=self.tokens)
         if record.parent:
             above = self.get(txn, record.parent)
             if above is not None:
@@ -327,7 +216,7 @@ class Index:
         return best
 
     def children_of(self, txn: Txn, parent: bytes) -> list[bytes]:
-        """Addresses of all chunks stored behind `parent`. Costs a read each."""
+        """Addresses of all objects stored behind `parent`. Costs a read each."""
         node = _node(parent, b"")
         found = []
         cursor = txn.cursor(self.children)
@@ -338,14 +227,24 @@ class Index:
                 found.append(_CHILD.unpack(raw)[0])
         return found
 
-    def sample_leaves(self, txn: Txn, count: int, rng: random.Random) -> list[bytes]:
-        """Up to `count` childless objects, chosen at random (keys are hashes, so any place is)."""
-        found = set()
+    def leaves_from(self, txn: Txn, place: bytes, count: int) -> list[bytes]:
+        """Up to `count` childless objects from `place` on and, past the last one, from the first on.
+
+        Addresses are hashes: what follows a random place is a random sample.
+        """
+        found: list[bytes] = []
         cursor = txn.cursor(self.leaves)
-        for _ in range(count):
-            if cursor.set_range(rng.randbytes(KEY_BYTES)) or cursor.first():
-                found.add(bytes(cursor.key()))
-        return sorted(found)
+        wanted = min(count, self.leaf_count(txn))
+        there = cursor.set_range(place) or cursor.first()
+        while there and len(found) < wanted:
+            found.append(bytes(cursor.key()))
+            there = cursor.next() or cursor.first()
+        return found
+
+    def leaf_count(self, txn: Txn) -> int:
+        """How many objects have no children."""
+        entries: int = txn.stat(self.leaves)["entries"]
+        return entries
 
     # -- counters, intents, quarantine -----------------------------------------------------------------
 
@@ -381,6 +280,30 @@ class Index:
         """Addresses that `owner` has reserved room for."""
         cursor = txn.cursor(self.intents)
         return [bytes(one) for one, raw in cursor if _INTENT.unpack(raw)[0] == owner]
+
+    def in_quarantine(self, txn: Txn) -> dict[str, int]:
+        """File names and charges."""
+        rows = txn.cursor(self.quarantined)
+        return {os.fsdecode(bytes(name)): int.from_bytes(raw, "little") for name, raw in rows}
+
+    def charge_quarantined(self, txn: Txn, name: str, size: int) -> None:
+        """Note a file in quarantine."""
+        txn.put(os.fsencode(name), size.to_bytes(8, "little"), db=self.quarantined)
+        self.add_usage(txn, size, 0)
+
+    def release_quarantined(self, txn: Txn, name: str, size: int) -> None:
+        """Note that a file is no longer in quarantine."""
+        txn.delete(os.fsencode(name), db=self.quarantined)
+        self.add_usage(txn, -size, 0)
+
+    def writers(self, txn: Txn) -> set[bytes]:
+        """Owners that have reserved room."""
+        return {_INTENT.unpack(raw)[0] for _, raw in txn.cursor(self.intents)}
+
+    def clear(self, txn: Txn) -> None:
+        """Forget everything, also that it once was ready."""
+        for name in self.databases:
+            txn.drop(getattr(self, name), delete=False)
 
     def ready(self, txn: Txn) -> bool:
         """Whether the index once held all files; false until a rebuild has ended."""
@@ -430,53 +353,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def destroy(folder: Path) -> None:
-    """Remove an index's files. Processes that still have it open notice and open the new one."""
-    for name in ("data.mdb", "lock.mdb"):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _preallocate(lock: Path) -> None:
-    """Give LMDB's lock file all its blocks: mapping a hole of a full disk kills the process (SIGBUS)."""
-    try:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            size = -(-_LOCK_BYTES // 4096) * 4096
-            if os.fstat(fd).st_size < size:
-                os.posix_fallocate(fd, 0, size)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise TierUnavailableError(f"cannot make the index's lock file {lock}: {error}") from error
-
-
-def _check_data_file(data: Path) -> None:
-    """Refuse a truncated data file: reading behind the end of a mapped file kills the process (SIGBUS).
-
-    LMDB need not have written its last few pages where they were freed again: those are made up for.
-    """
-    try:
-        with data.open("r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(16 + 40)
-            if not head and not size:
-                return
-            page = struct.unpack_from("<I", head, 40)[0] if len(head) == 56 else 0
-            if page not in (4096, 8192, 16384, 32768, 65536):
-                raise TierUnavailableError(f"{data} is no index")
-            for at in (0, page):
-                file.seek(at)
-                meta = file.read(152)
-                if len(meta) < 152 or struct.unpack_from("<I", meta, 16)[0] != 0xBEEFC0DE:
-                    raise TierUnavailableError(f"{data} is damaged")
-                missing = (struct.unpack_from("<Q", meta, 136)[0] + 1) * page - size
-                if missing > _TAIL_PAGES * page:
-                    raise TierUnavailableError(f"{data} is truncated")
-                if missing > 0:
-                    os.posix_fallocate(file.fileno(), size, missing)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise TierUnavailableError(f"cannot read {data}: {error}") from error

@@ -1,6 +1,7 @@
 """The memory tier: objects in this process, gone with it. The reference for all other tiers."""
 
 import bisect
+import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,12 @@ from kvass import metrics
 from kvass.chunks import Tokens, common_prefix
 from kvass.clock import Clock, system_clock
 from kvass.container import Blob, Buffer, Reader
-from kvass.errors import CorruptObjectError, TierUnavailableError
+from kvass.errors import CorruptObjectError, KvassError, TierError, TierUnavailableError
 from kvass.keys import KEY_BYTES, address, split_address
 from kvass.policy.eviction import EvictionPolicy, Facts, lru
 from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
+
+log = logging.getLogger("kvass.tiers")
 
 _SAMPLES = 8
 
@@ -38,14 +41,20 @@ class BytesReader:
 
 
 def collect(blob: Blob) -> bytearray:
-    """A blob's bytes in one piece."""
+    """A blob's bytes in one piece. Raises TierError where they are not as many as it said."""
     data = bytearray(blob.size)
     view = memoryview(data)
+    done = 0
     for offset, buffers in blob.pieces():
         at = offset
         for buffer in buffers:
+            if at + len(buffer) > len(data):
+                raise TierError("the object is longer than it said")
             view[at : at + len(buffer)] = buffer
             at += len(buffer)
+            done += len(buffer)
+    if done != len(data):
+        raise TierError("the object is shorter than it said")
     return data
 
 
@@ -116,46 +125,69 @@ class MemoryTier(Tier):
             return nullcontext(BytesReader(self._objects[address].data))
 
     def write(self, items: Sequence[WriteItem], run: Run = map) -> list[bool]:
-        return [self._write(item) for item in items]
+        keep = {one[:KEY_BYTES] for item in items for one in (item.address, item.parent) if one}
+        for item in items:
+            self._write(item, keep)
+        with self._lock:
+            return [item.address in self._objects for item in items]
 
-    def _write(self, item: WriteItem) -> bool:
+    def _write(self, item: WriteItem, keep: set[bytes]) -> None:
+        size = item.blob.size
         with self._lock:
             self._open_or_raise()
             if item.address in self._objects:
-                return True
-            if not self._parent_there(item) or not self._make_room(item):
-                return False
-            self._used += item.blob.size
+                return
+            if not self._parent_there(item) or not self._make_room(size, keep):
+                reason = "full" if self._parent_there(item) else "orphan"
+                metrics.dropped_stores.labels(self.name, reason).inc()
+                return
+            self._used += size
         data = None
         try:
             data = collect(item.blob)
+        except (OSError, KvassError) as error:
+            metrics.dropped_stores.labels(self.name, "error").inc()
+            log.warning("kvass: %s: an object was not stored: %s", self.name, error)
         finally:
             with self._lock:
-                self._used -= item.blob.size
-                if data is not None and item.address not in self._objects and self._parent_there(item):
+                self._used -= size
+                if data is not None and not self._closed:
                     self._insert(item, data)
-        with self._lock:
-            return item.address in self._objects
 
     def _parent_there(self, item: WriteItem) -> bool:
         return item.parent is None or item.parent in self._objects
 
     def _insert(self, item: WriteItem, data: bytearray) -> None:
+        if item.address in self._objects or not self._parent_there(item):
+            return
         now = self._clock()
-        self._objects[item.address] = _Object(data, item._replace(blob=BytesBlob(data)), now, now)
+        pinned = self._supersede(item)
+        self._objects[item.address] = _Object(data, item._replace(blob=BytesBlob(data)), now, now, pinned)
         self._used += len(data)
         self._parts.setdefault(item.address[:KEY_BYTES], []).append(item.address)
         if item.parent is not None:
             self._objects[item.parent].children.add(item.address)
         if item.tokens is not None:
-            siblings = self._siblings.setdefault(self._node(item), [])
-            row = (item.tokens.tolist(), item.address)
-            at = bisect.bisect_left(siblings, row)
-            if at:
-                before, old = siblings[at - 1]
-                if before == row[0][: len(before)] and not self._objects[old].children:
-                    self._drop(old)
-            bisect.insort(siblings, row)
+            bisect.insort(
+                self._siblings.setdefault(self._node(item), []), (item.tokens.tolist(), item.address)
+            )
+        metrics.store_bytes.labels(self.name).inc(len(data))
+
+    def _supersede(self, item: WriteItem) -> float:
+        """Drop the childless sibling, if any, that `item` extends; until when that was pinned."""
+        siblings = self._siblings.get(self._node(item), ())
+        if item.tokens is None or not siblings:
+            return 0.0
+        tokens = item.tokens.tolist()
+        at = bisect.bisect_left(siblings, (tokens, b""))
+        before, old = siblings[at - 1] if at else ([], b"")
+        if not before or before != tokens[: len(before)]:
+            return 0.0
+        parts = [self._objects[part] for part in self._parts[old[:KEY_BYTES]]]
+        if any(part.children for part in parts):
+            return 0.0
+        self._drop(old)
+        return max(part.pinned_until for part in parts)
 
     @staticmethod
     def _node(item: WriteItem) -> bytes:
@@ -183,12 +215,14 @@ class MemoryTier(Tier):
                     del self._siblings[self._node(held.item)]
         return gone
 
-    def _make_room(self, item: WriteItem) -> bool:
-        if item.blob.size > self._budget:
+    def _make_room(self, size: int, keep: set[bytes]) -> bool:
+        if size > self._budget:
             return False
         now = self._clock()
-        while self._used + item.blob.size > self._budget:
-            leaves = [one for one in self._objects if one != item.parent and self._evictable(one, now)]
+        while self._used + size > self._budget:
+            leaves = [
+                one for one in self._objects if one[:KEY_BYTES] not in keep and self._evictable(one, now)
+            ]
             if not leaves:
                 return False
             sample = self._random.sample(leaves, min(_SAMPLES, len(leaves)))
@@ -223,6 +257,7 @@ class MemoryTier(Tier):
     def touch(self, addresses: Sequence[bytes]) -> None:
         now = self._clock()
         with self._lock:
+            self._open_or_raise()
             for one in addresses:
                 if one in self._objects:
                     self._objects[one].accessed = now
@@ -254,13 +289,14 @@ class MemoryTier(Tier):
     def scan(self) -> Iterator[Entry]:
         with self._lock:
             self._open_or_raise()
-            listed = list(self._objects.items())
-        for one, held in listed:
-            item = held.item
-            yield Entry(
-                one, item.parent, item.root, item.position, item.length, len(held.data),
-                held.created, held.accessed, held.pinned_until,
-            )  # fmt: skip
+            listed = [
+                Entry(
+                    one, held.item.parent, held.item.root, held.item.position, held.item.length,
+                    len(held.data), held.created, held.accessed, held.pinned_until,
+                )
+                for one, held in self._objects.items()
+            ]  # fmt: skip
+        return iter(listed)
 
     def usage(self) -> Usage:
         with self._lock:
@@ -268,12 +304,14 @@ class MemoryTier(Tier):
             return Usage(self._used, self._budget, len(self._objects))
 
     def maintain(self) -> None:
-        """Nothing to do."""
+        with self._lock:
+            self._open_or_raise()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._objects.clear()
+            self._parts.clear()
             self._siblings.clear()
             self._used = 0
 

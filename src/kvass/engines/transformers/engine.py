@@ -10,25 +10,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from kvass.cache import KVCache, StoreTicket, TokenIds
 from kvass.chunks import Tokens, as_tokens
-from kvass.engines.transformers.identity import Identity, identify
+from kvass.engines.transformers.adapters import plain_model
+from kvass.engines.transformers.identity import Identity, identify, kv_spec
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampler, Sampling
 from kvass.engines.transformers.text import TextStream
+from kvass.engines.transformers.turns import Turns
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.keys import Namespace
+from kvass.spec import KVSpec
 
 log = logging.getLogger("kvass.engines")
 
 _POOL_STEP = 1024
 
+_PATIENCE_SECONDS = 5.0
+"""How long a consumer may look at a token while another request waits for its turn."""
+
 
 @dataclass(slots=True)
 class Usage:
-    """What one request cost. `cached_tokens` were loaded, bytes by tier in `tiers`."""
+    """What one request cost. `cached_tokens` were loaded, bytes by tier in `tiers`.
+
+    `finish_reason`: `stop`, `length` or `cancelled` (also where the iterator was closed).
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -52,7 +60,7 @@ class Step:
 
 
 class Engine:
-    """One model, one cache, one request at a time (others wait).
+    """One model, one cache, one request at a time (others wait; see `Turns` for who is left hanging).
 
     Prefill runs in slices of `slice_tokens`, between which a request can be cancelled; the slices are part
     of the schedule of forward calls, on which the last bits of bf16 results depend. Without a cache it
@@ -61,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         cache: KVCache | None,
         *,
         tokenizer: Any = None,
@@ -69,29 +77,29 @@ class Engine:
         epoch: str = "",
         slice_tokens: int | None = 512,
     ):
-        """`slice_tokens` None: prefill in one call. `epoch`: see `identify`.
+        """`model`: of transformers, also within peft. `slice_tokens` None: prefill in one call.
+        `epoch`: see `identify`.
 
         Raises UnsupportedModelError for a model that kvass does not handle yet, before anything is stored.
         """
-        if model.device.type != "cpu":
+        self.model = plain_model(model).eval()  # type: ignore[no-untyped-call]
+        if self.model.device.type != "cpu":
             raise UnsupportedModelError(
-                f"the model is on {model.device}; kvass' transformers engine handles the CPU so far"
+                f"the model is on {self.model.device}; kvass' transformers engine handles the CPU so far"
             )
-        self.model = model.eval()  # type: ignore[no-untyped-call]
         self.cache = cache
         self.tokenizer = tokenizer
         self.slice_tokens = slice_tokens
         self._tenant_salt = tenant_salt
         self._epoch = epoch
-        self._lock = threading.Lock()
-        self._identity = identify(model, tenant_salt=tenant_salt, epoch=epoch)
-        self._pool: TorchPool | None = None
-        parameters = inspect.signature(model.forward).parameters
-        keeps = "logits_to_keep" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._turns = Turns(_PATIENCE_SECONDS)
+        self._identity = identify(self.model, tenant_salt=tenant_salt, epoch=epoch)
+        self._spare: TorchPool | None = None
+        self._guard = threading.Lock()
+        keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._last_only: dict[str, int] = {"logits_to_keep": 1} if keeps else {}
-        config = model.config.get_text_config(decoder=True)
-        self.vocabulary: int = config.vocab_size
-        self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary: int = self.model.config.vocab_size
+        self.max_tokens: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def identity(self) -> Identity:
@@ -143,65 +151,93 @@ class Engine:
     def _generate(
         self, tokens: Tokens, sampling: Sampling, usage: Usage, cancelled: threading.Event
     ) -> Iterator[Step]:
-        with self._lock:
-            began = time.perf_counter()
-            usage.prompt_tokens = tokens.size
-            namespace = self.namespace
-            room = sampling.max_tokens
-            if self.max_tokens is not None:
-                room = min(room, self.max_tokens - tokens.size)
-            held = PoolCache(self._pool_for(namespace, tokens.size + room))
-            written: list[int] = []
-            try:
-                logits = self._prefill(tokens, namespace, held, usage, cancelled)
-                sampler = Sampler(sampling, self.model.device)
-                stream = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
-                stop_ids = self._stop_ids(sampling)
-                while logits is not None:
-                    token = sampler(logits)
-                    if not written:
-                        usage.first_token_seconds = time.perf_counter() - began
-                    written.append(token)
-                    usage.completion_tokens = len(written)
-                    text = stream.push(token) if stream is not None else ""
-                    if token in stop_ids or (stream is not None and stream.stopped):
-                        usage.finish_reason = "stop"
-                    elif len(written) >= room:
-                        usage.finish_reason = "length"
-                    if usage.finish_reason and stream is not None:
-                        text += stream.finish()
-                    yield Step(token, text, logits)
-                    if usage.finish_reason or cancelled.is_set():
-                        break
-                    logits = self._forward([token], held)
-                usage.finish_reason = usage.finish_reason or "cancelled"
-            finally:
-                self._store(tokens, written, namespace, held, usage)
+        usage.prompt_tokens = tokens.size
+        usage.finish_reason = ""
+        turn = object()
+        try:
+            if self._turns.take(turn, cancelled):
+                yield from self._answer(turn, tokens, sampling, usage, cancelled)
+        finally:
+            usage.finish_reason = usage.finish_reason or "cancelled"
+            self._turns.leave(turn)
 
-    def _prefill(
-        self, tokens: Tokens, namespace: Namespace, held: PoolCache, usage: Usage, cancelled: threading.Event
-    ) -> torch.Tensor | None:
-        """Load what is stored, compute the rest; logits `[vocabulary]` of the last, None if cancelled."""
-        if self.cache is not None:
-            match = self.cache.lookup(tokens, namespace, limit=tokens.size - 1)
-            if match:
-                loaded = self.cache.load(match, held.pool)
-                held.set_length(loaded.tokens)
-                usage.cached_tokens, usage.tiers = loaded.tokens, loaded.tiers
-                usage.loaded_bytes, usage.verified_bytes = loaded.bytes, loaded.verified
-                usage.load_seconds = loaded.seconds
+    def _answer(
+        self, turn: object, tokens: Tokens, sampling: Sampling, usage: Usage, cancelled: threading.Event
+    ) -> Iterator[Step]:
+        began = time.perf_counter()
+        identity = self._identified()
+        room = sampling.max_tokens
+        if self.max_tokens is not None:
+            room = min(room, self.max_tokens - tokens.size)
+        spec = identity.namespace.spec if identity else kv_spec(self.model)
+        held = PoolCache(self._borrow(spec, tokens.size + room))
+        sampler = Sampler(sampling, self.model.device)
+        stream = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+        stop_ids = self._stop_ids(sampling)
+        written: list[int] = []
+        loaded = 0
+        try:
+            loaded = self._load(tokens, identity, held, usage)
+            logits = self._prefill(tokens[loaded:], held, cancelled)
+            while logits is not None:
+                token = sampler(logits)
+                written.append(token)
+                usage.completion_tokens = len(written)
+                if len(written) == 1:
+                    usage.first_token_seconds = time.perf_counter() - began
+                text = stream.push(token) if stream is not None else ""
+                if token in stop_ids or (stream is not None and stream.stopped):
+                    usage.finish_reason = "stop"
+                elif len(written) >= room:
+                    usage.finish_reason = "length"
+                if usage.finish_reason and stream is not None:
+                    text += stream.finish()
+                self._turns.pause(turn)
+                yield Step(token, text, logits)
+                if usage.finish_reason or cancelled.is_set() or not self._turns.take(turn, cancelled):
+                    break
+                logits = self._forward([token], held)
+        finally:
+            usage.ticket = self._store(tokens, written, loaded, identity, held)
+            self._give_back(held.pool)
+
+    def _identified(self) -> Identity | None:
+        """None where the model is in a state that has no name, such as with hooks: then nothing is reused."""
+        try:
+            return self.identity
+        except UnsupportedModelError as error:
+            log.warning("kvass: this request goes without the cache: %s", error)
+            return None
+
+    def _load(self, tokens: Tokens, identity: Identity | None, held: PoolCache, usage: Usage) -> int:
+        """Load what is stored of a prompt but for its last token, which has to be computed."""
+        usage.cached_tokens = usage.loaded_bytes = usage.verified_bytes = 0
+        usage.load_seconds, usage.tiers = 0.0, {}
+        if self.cache is None or identity is None:
+            return 0
+        match = self.cache.lookup(tokens, identity.namespace, limit=tokens.size - 1)
+        if not match:
+            return 0
+        loaded = self.cache.load(match, held.pool)
+        held.set_loaded(loaded.tokens, match.chunk_tokens)
+        usage.cached_tokens, usage.tiers = loaded.tokens, loaded.tiers
+        usage.loaded_bytes, usage.verified_bytes = loaded.bytes, loaded.verified
+        usage.load_seconds = loaded.seconds
+        return loaded.tokens
+
+    def _prefill(self, tokens: Tokens, held: PoolCache, cancelled: threading.Event) -> torch.Tensor | None:
+        """Compute the rest of a prompt; logits `[vocabulary]` of its last token, None if cancelled."""
         logits = None
-        position = usage.cached_tokens
         step = self.slice_tokens or tokens.size
-        while position < tokens.size:
+        for start in range(0, tokens.size, step):
             if cancelled.is_set():
                 return None
-            logits = self._forward(tokens[position : position + step].tolist(), held)
-            position += step
+            logits = self._forward(tokens[start : start + step].tolist(), held)
         return logits
 
     def _forward(self, tokens: list[int], held: PoolCache) -> torch.Tensor:
-        with torch.inference_mode():
+        # whatever the consumer of this iterator is in the middle of, the model computes as it is named
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             out = self.model(
                 input_ids=torch.tensor([tokens], dtype=torch.long),
                 past_key_values=held,
@@ -212,14 +248,17 @@ class Engine:
         return logits
 
     def _store(
-        self, tokens: Tokens, written: Sequence[int], namespace: Namespace, held: PoolCache, usage: Usage
-    ) -> None:
+        self, tokens: Tokens, written: Sequence[int], loaded: int, identity: Identity | None, held: PoolCache
+    ) -> StoreTicket | None:
         """Keep whatever was computed: the prompt so far, and the answer but for its last token."""
-        computed = held.get_seq_length()
-        if self.cache is None or computed <= usage.cached_tokens:
-            return
+        computed = held.computed
+        if self.cache is None or identity is None or computed <= loaded:
+            return None
+        now = self._identified()
+        if now is None or now.namespace != identity.namespace:
+            return None  # the weights changed while the answer was under way: this KV is of neither
         everything = np.concatenate([tokens, np.array(written, np.int32)])[:computed]
-        usage.ticket = self.cache.store(everything, namespace, held.pool)
+        return self.cache.store(everything, identity.namespace, held)
 
     def _stop_ids(self, sampling: Sampling) -> set[int]:
         ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
@@ -228,12 +267,20 @@ class Engine:
 
     def overwrite_pool(self, tokens: int) -> None:
         """Fill the pool for the next request with NaN: what it then answers with, it loaded or computed."""
-        with self._lock:
-            self._pool_for(self.namespace, tokens).fill(0xFF)
+        pool = self._borrow(self.namespace.spec, tokens)
+        pool.fill(0xFF)
+        self._give_back(pool)
 
-    def _pool_for(self, namespace: Namespace, capacity: int) -> TorchPool:
+    def _borrow(self, spec: KVSpec, capacity: int) -> TorchPool:
         """The pool of the last request, if it is large enough: fresh memory costs a page fault each 4 kB."""
-        capacity = -(-capacity // _POOL_STEP) * _POOL_STEP
-        if self._pool is None or self._pool.spec != namespace.spec or self._pool.capacity < capacity:
-            self._pool = TorchPool(namespace.spec, capacity)
-        return self._pool
+        with self._guard:
+            pool, self._spare = self._spare, None
+        if pool is None or pool.spec != spec or pool.capacity < capacity:
+            pool = TorchPool(spec, -(-capacity // _POOL_STEP) * _POOL_STEP)
+        return pool
+
+    def _give_back(self, pool: TorchPool) -> None:
+        with self._guard:
+            spare = self._spare
+            if spare is None or spare.spec != pool.spec or spare.capacity <= pool.capacity:
+                self._spare = pool

@@ -5,10 +5,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvass.container import Array
-from kvass.errors import InputError
+from kvass.errors import InputError, TierError
 from kvass.spec import KVSpec, LayerGroup
 
 _BY_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -34,7 +35,8 @@ class TorchPool:
     @staticmethod
     def _allocate(group: LayerGroup, capacity: int) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, group.dtype)
-        return {name: torch.zeros(group.shape(name, capacity), dtype=dtype) for name in ("k", "v")}
+        with torch.inference_mode(False):  # the caller's mode would stay with the tensors for good
+            return {name: torch.zeros(group.shape(name, capacity), dtype=dtype) for name in ("k", "v")}
 
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
         """Views of tokens `start` to `stop`. Raises InputError beyond the capacity."""
@@ -62,6 +64,11 @@ class TorchPool:
         for tensors in self._tensors:
             for tensor in tensors.values():
                 tensor.view(torch.uint8).fill_(byte)
+
+
+def _rows(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Tokens `first` to `end` of `[capacity, kv_heads, dim]` as `[1, kv_heads, tokens, dim]`."""
+    return tensor[first:end].transpose(0, 1)[None]
 
 
 class _PoolLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -102,7 +109,13 @@ class _PoolLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         keys[self.length : end] = key_states[0].transpose(0, 1)
         values[self.length : end] = value_states[0].transpose(0, 1)
         first, self.length = self._first(), end
-        return keys[first:end].transpose(0, 1)[None], values[first:end].transpose(0, 1)[None]
+        return _rows(keys, first, end), _rows(values, first, end)
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next query may see, `[1, kv_heads, tokens, dim]`."""
+        keys, values = self._pool.layer(*self._place)
+        first = self._first()
+        return _rows(keys, first, self.length), _rows(values, first, self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what `update` will return for that many queries."""
@@ -118,16 +131,30 @@ class _PoolLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; as transformers has it, never positive."""
-        self.length = max(0, self.length - abs(tokens_to_remove))
+        """Forget the last `-tokens_to_remove` tokens. Raises InputError for a positive number."""
+        if tokens_to_remove > 0:  # an absolute length, in what transformers deprecates
+            raise InputError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+        self.length = max(0, self.length + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.length = 0
 
 
+class _NotLoaded(np.ndarray):
+    """Stands for KV that was never loaded: it has a shape, and whoever wants its bytes fails."""
+
+    @property
+    def data(self) -> memoryview:
+        raise TierError("this KV lies before the window and was not loaded")
+
+    def view(self, *_: Any, **__: Any) -> Any:
+        """As `data`."""
+        return self.data
+
+
 class PoolCache(Cache):
-    """The cache to hand to a model: `past_key_values=PoolCache(pool)`."""
+    """The cache to hand to a model, `past_key_values=PoolCache(pool)`; and to store from."""
 
     def __init__(self, pool: TorchPool):
         self.pool = pool
@@ -137,9 +164,40 @@ class PoolCache(Cache):
             for place, layer in enumerate(group.layers)
         }
         self._pool_layers = [_PoolLayer(pool, *where[layer]) for layer in sorted(where)]
+        self._held_from = [0] * len(pool.spec.groups)
         super().__init__(layers=list(self._pool_layers))
 
-    def set_length(self, length: int) -> None:
-        """Say how many tokens the pool holds, after a load or to go back."""
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is there in every layer; a forward that fails in between leaves some ahead."""
+        return min(layer.length for layer in self._pool_layers)
+
+    def set_loaded(self, length: int, chunk_tokens: int) -> None:
+        """Say that `KVCache.load` put the first `length` tokens into the pool.
+
+        Of groups with a window it loads only the chunks that the window still sees.
+        """
         for layer in self._pool_layers:
             layer.length = length
+        self._held_from = [
+            group.first_needed(length) // chunk_tokens * chunk_tokens for group in self.pool.spec.groups
+        ]
+
+    def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
+        """What the pool holds of tokens `start` to `stop`, for `KVCache.store`."""
+        held = self.pool.arrays(group, start, stop)
+        if start >= self._held_from[group]:
+            return held
+        return {name: array.view(_NotLoaded) for name, array in held.items()}
+
+    def as_dynamic(self, config: Any) -> DynamicCache:
+        """The same KV in transformers' own cache, as the same forwards would leave it; views of the pool."""
+        made = DynamicCache(config=config)
+        for layer, ours in zip(made.layers, self._pool_layers, strict=True):
+            assert isinstance(layer, DynamicLayer)
+            keys, values = ours.held()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = ours.length
+        return made

@@ -8,10 +8,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from kvass.errors import InputError
 
+_GREEDY_BELOW = 1e-5
+"""Logits divided by less than this overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters with their usual meaning. `temperature` 0 is greedy.
+    """Sampling parameters with their usual meaning. `temperature` 0, or next to it, is greedy.
 
     `stop`: texts before which an answer ends; `stop_ids`: tokens after which it does. Equal `seed`, equal
     draws. Raises InputError naming the parameter that is out of range.
@@ -31,17 +34,21 @@ class Sampling:
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("stop", all(self.stop), "without empty texts"),
+            (
+                "stop",
+                not isinstance(cast(object, self.stop), str) and all(self.stop),
+                "several texts, none of them empty",
+            ),
         ):
             if not good:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+                raise InputError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
 
 class Sampler:
     """Draws tokens for one answer."""
 
     def __init__(self, sampling: Sampling, device: torch.device):
-        self._greedy = sampling.temperature == 0.0
+        self._greedy = sampling.temperature < _GREEDY_BELOW
         self._random = torch.Generator(device=device)
         if sampling.seed is None:
             self._random.seed()

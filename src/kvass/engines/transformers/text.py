@@ -2,6 +2,12 @@
 
 from typing import Any
 
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for bytes that are no character yet, or never will be."""
+
+_SPAN = 16
+"""Tokens decoded anew each time, after as many as context: a first token may be written differently."""
+
 
 class TextStream:
     """Decodes one answer piece by piece. `text` is what was handed out so far."""
@@ -11,26 +17,37 @@ class TextStream:
         self._stop = stop
         self._longest = max((len(one) for one in stop), default=0)
         self._tokens: list[int] = []
-        self._decoded = ""
+        self._context = 0
         self._from = 0
+        self._before = ""
+        self._decoded = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that one more token settles."""
         self._tokens.append(token)
-        piece = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
-        if piece.endswith("\N{REPLACEMENT CHARACTER}") and len(self._tokens) - self._from < 8:
-            return ""  # in the middle of a character
-        whole = self._decoded + piece
-        if piece.endswith("\n") or len(self._tokens) - self._from >= 16:
-            self._decoded, self._from = whole, len(self._tokens)
-        return self._settle(whole, last=False)
+        whole = self._whole()
+        finished = whole.rstrip(_UNFINISHED)
+        if finished == whole and len(self._tokens) - self._from >= _SPAN:
+            before = self._decode(self._from)
+            if before:  # special tokens alone would be no context
+                self._context, self._from = self._from, len(self._tokens)
+                self._before, self._decoded = before, whole
+        return self._settle(finished, last=False)
 
     def finish(self) -> str:
         """What was held back, at the end."""
-        rest = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
-        return self._settle(self._decoded + rest, last=True)
+        return self._settle(self._whole(), last=True)
+
+    def _whole(self) -> str:
+        return self._decoded + self._decode(self._context)[len(self._before) :]
+
+    def _decode(self, start: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._tokens[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def _settle(self, whole: str, *, last: bool) -> str:
         if self.stopped:

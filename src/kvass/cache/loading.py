@@ -1,0 +1,165 @@
+"""Loading a match: each object from the first tier that has it whole, verified, straight into its place."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvass.cache.executor import Executor
+from kvass.cache.finding import Failed
+from kvass.cache.match import Match, Piece
+from kvass.cache.moving import FAILURES
+from kvass.cache.pool import KVView, check_fit
+from kvass.chunks import as_tokens
+from kvass.codecs.base import Codec
+from kvass.codecs.registry import codec
+from kvass.container import MAX_HEADER_BYTES, Array, Header, Reader, empty_arrays, read_arrays, read_header
+from kvass.errors import ConfigError, CorruptObjectError, TierError
+from kvass.keys import address, address_text, next_key, split_address
+from kvass.provenance import EXACT
+from kvass.tiers.base import Tier
+
+Ready = Callable[[int], None]
+
+
+class LoadResult(NamedTuple):
+    """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier."""
+
+    tokens: int
+    bytes: int
+    verified: int
+    seconds: float
+    tiers: dict[str, int]
+
+
+class Loader:
+    """Reads the objects of one match into a view."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        failed: Failed,
+        executor: Executor,
+        coder: Codec,
+        match: Match,
+        into: KVView,
+    ):
+        self._tiers = tiers
+        self._failed = failed
+        self._executor = executor
+        self._coder = coder
+        self._match = match
+        self._root = match.namespace.root()
+        self._into = into
+
+    def load(self, seconds: float | None, ready: Ready | None) -> LoadResult:
+        """See `KVCache.load`. When it ends, by an exception too, no thread writes to the view any more."""
+        began = time.perf_counter()
+        deadline = None if seconds is None else began + seconds
+        match, length, announced = self._match, self._match.length, 0
+        windowed = any(group.window is not None for group in match.namespace.spec.groups)
+        have: set[tuple[int, int]] = set()
+        by_tier: dict[str, int] = {}
+        while length:
+            places = [(piece, self._targets(piece)) for piece in match.pieces(length, have)]
+            bad: list[int] = []
+            for piece, tier, size in self._executor.io_map(partial(self._one, deadline), places):
+                if not size:
+                    bad.append(piece.start)
+                    continue
+                have.add((piece.chunk, piece.group))
+                by_tier[tier] = by_tier.get(tier, 0) + size
+                # With windows, a shorter hit needs other pieces: nothing is certain before the end.
+                if ready is not None and not bad and not windowed and piece.start > announced:
+                    announced = piece.start
+                    ready(announced)
+            if not bad:
+                break
+            length = min(bad)
+        if ready is not None and length > announced:
+            ready(length)
+        total = sum(by_tier.values())
+        return LoadResult(length, total, total, time.perf_counter() - began, by_tier)
+
+    def _one(self, deadline: float | None, place: tuple[Piece, dict[str, Array]]) -> tuple[Piece, str, int]:
+        """Load one object: the name of the tier it came from and the bytes; 0: none has it."""
+        piece, targets = place
+        if deadline is not None and time.perf_counter() > deadline:
+            return piece, "", 0
+        for tier in self._tiers[piece.tier :]:
+            try:
+                with tier.open(piece.address) as reader:
+                    return piece, tier.name, self._read(piece, reader, targets)
+            except KeyError:
+                continue
+            except CorruptObjectError as error:
+                self._failed(tier, "load", error)
+                self._executor.background(partial(self._quarantine, tier, piece.address))
+            except FAILURES as error:
+                self._failed(tier, "load", error)
+        return piece, "", 0
+
+    def _quarantine(self, tier: Tier, one: bytes) -> None:
+        try:
+            tier.quarantine(one)
+        except (TierError, OSError) as error:
+            self._failed(tier, "quarantine", error)
+
+    def _targets(self, piece: Piece) -> dict[str, Array]:
+        arrays = self._into.arrays(piece.group, piece.start, piece.start + piece.used)
+        check_fit(arrays, self._match.namespace.spec.groups[piece.group], piece.used)
+        return arrays
+
+    def _read(self, piece: Piece, reader: Reader, targets: dict[str, Array]) -> int:
+        """Read and verify one object, which must be exactly the one asked for. Bytes read."""
+        parsed = read_header(reader)
+        self._check(piece, parsed.header)
+        group = self._match.namespace.spec.groups[piece.group]
+        if parsed.size > 2 * group.bytes_per_token * piece.stored + MAX_HEADER_BYTES:
+            raise CorruptObjectError(f"object of {parsed.size} bytes is larger than any codec makes it")
+        coder = self._codec_of(parsed.header)
+        if coder.in_place:
+            found = {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()}
+            if found != {
+                name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()
+            }:
+                raise CorruptObjectError("object's arrays are not what the spec says")
+            if piece.used == piece.stored:
+                return read_arrays(reader, parsed, targets)
+        stored = empty_arrays(parsed)
+        size = read_arrays(reader, parsed, stored)
+        decoded = coder.decode(stored, group, piece.stored)
+        for name, target in targets.items():
+            target[:] = decoded[name][:, : piece.used]
+        return size
+
+    def _check(self, piece: Piece, header: Header) -> None:
+        """The object must say of itself what was looked up, and its key must be that of its text: whatever
+        an index says, nothing is loaded that stands behind other tokens or in another namespace."""
+        match = self._match
+        key, group, shard = split_address(piece.address)
+        previous = match.keys[piece.chunk - 1] if piece.chunk else self._root
+        parent = address_text(address(previous, group, shard)) if piece.chunk else ""
+        tokens = as_tokens(header.tokens)
+        wanted = match.tokens[piece.start : piece.start + piece.used]
+        if (
+            (header.key, header.group, header.shard, header.parent) != (key.hex(), group, shard, parent)
+            or (header.position, tokens.size) != (piece.start, piece.stored)
+            or not np.array_equal(tokens[: piece.used], wanted)
+            or next_key(previous, tokens.tobytes(), tokens.size) != key
+            or (header.namespace != match.namespace and header.namespace.root() != self._root)
+            or header.provenance != EXACT
+        ):
+            raise CorruptObjectError("object is not the one that its address says")
+
+    def _codec_of(self, header: Header) -> Codec:
+        if len(header.codec) != 1:
+            raise CorruptObjectError("object has a codec chain that this version cannot read")
+        if header.codec[0].name == self._coder.name:
+            return self._coder
+        try:
+            return codec(header.codec[0].name)
+        except ConfigError as error:
+            raise CorruptObjectError(str(error)) from error
