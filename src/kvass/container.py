@@ -24,7 +24,7 @@ Array = npt.NDArray[np.generic]
 Buffer = memoryview
 
 ALIGNMENT = 4096
-MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 18
 """A chunk of 4,096 tokens and 512 layers needs 100 kB; what claims more is hostile."""
 
 _MAX_DIMENSIONS = 8
@@ -219,7 +219,7 @@ def _seal(raw: bytes) -> bytes:
 def read_header(reader: Reader) -> Parsed:
     """Read and check an object's header: canonical bytes, digest, offsets without holes, file size.
 
-    Never allocates more than the object's own size, nor more than MAX_HEADER_BYTES.
+    Reads no more than the object's own size, nor more than MAX_HEADER_BYTES: a hostile header costs little.
     Raises CorruptObjectError for anything but a header that this module wrote.
     """
     size = reader.size

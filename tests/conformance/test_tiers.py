@@ -38,6 +38,7 @@ class TestDirectoryTierInMemory(TierConformance):
 
 class TestDirectoryTierOnDisk(TierConformance):
     budget = 8 << 20
+    payload = 128 << 10  # each write waits for the disk
 
     def make_tier(self, path: Path, budget: int, clock: ManualClock) -> Tier:
         tier = DirectoryTier(path, budget, name="disk", clock=clock, seed=1)

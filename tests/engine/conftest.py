@@ -15,11 +15,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny models take several times as long where threads have to wait for each other."""
+def _one_thread() -> Iterator[None]:
+    """Small models take several times as long where threads have to wait for each other."""
     threads = torch.get_num_threads()
-    if "model" not in request.keywords:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 

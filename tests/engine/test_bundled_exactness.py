@@ -1,4 +1,4 @@
-"""What the engine answers over loaded KV is what the model answers without: the two bundled models, in fp32."""
+"""What the engine answers over loaded KV is what the model answers without: the bundled models, in fp32."""
 
 import pytest
 from asking import FP32_GATE, ask
@@ -12,15 +12,16 @@ pytestmark = pytest.mark.model
 CHUNK = 32
 COUNT = 24
 STORY = (
-    "The lighthouse at the end of the pier had been dark for eleven years when Mara came back to the island. "
-    "She had left in the winter of the great storm, with two suitcases and a letter that she never opened, and "
-    "she returned in the summer of 2019 with three children, a dog called Admiral, and a plan. The harbour "
-    "master, who had known her father, gave her the key without a word. Inside, the stairs were sound, but the "
-    "lamp was gone: somebody had unscrewed the great lens and carried it off in pieces. 'It is 1,437 steps from "
-    "here to the bakery,' said her eldest, who counted everything, 'and 212 from the bakery to the school.' Mara "
-    "wrote both numbers on the wall. In the following weeks they found the lens, piece by piece: one segment "
-    "served as a window in the boat shed, another as a birdbath, and the third lay in the vestry of the church, "
-    "wrapped in a flag. Nobody would say who had put it there. On the last evening of August"
+    "The lighthouse at the end of the pier had been dark for eleven years when Mara came back to the "
+    "island. She had left in the winter of the great storm, with two suitcases and a letter that she "
+    "never opened, and she returned in the summer of 2019 with three children, a dog called Admiral, and "
+    "a plan. The harbour master, who had known her father, gave her the key without a word. Inside, the "
+    "stairs were sound, but the lamp was gone: somebody had unscrewed the great lens and carried it off "
+    "in pieces. 'It is 1,437 steps from here to the bakery,' said her eldest, who counted everything, "
+    "'and 212 from the bakery to the school.' Mara wrote both numbers on the wall. In the following weeks "
+    "they found the lens, piece by piece: one segment served as a window in the boat shed, another as a "
+    "birdbath, and the third lay in the vestry of the church, wrapped in a flag. Nobody would say who had "
+    "put it there. On the last evening of August"
 )
 
 

@@ -1,6 +1,7 @@
 """What the engine answers over loaded KV is what the model answers without: tiny models of many families."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ class _Stock:
         chosen: list[int] = []
         rows = []
         have = self.cache.get_seq_length()
-        calls = [prompt[at : min(at + slice_tokens, len(prompt))] for at in range(have, len(prompt), slice_tokens)]
+        calls = [
+            prompt[at : min(at + slice_tokens, len(prompt))] for at in range(have, len(prompt), slice_tokens)
+        ]
         with torch.inference_mode():
             for number, call in enumerate(calls):
                 out = self.model(
@@ -212,6 +215,26 @@ def test_a_faster_tier_that_was_lost_is_not_refilled_with_what_was_never_loaded(
         asked = ask(engine, branch, 4)
         assert asked.usage.cached_tokens == at
         same_as_plain(asked, model, branch, 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_damaged_objects_are_computed_anew(name: str, cache: KVCache, folder: Path) -> None:
+    model, prompt = tiny(name), text(200)
+    engine = Engine(model, cache)
+    groups = len(engine.namespace.spec.groups)
+    for damaged in ((3, 0), (5, groups - 1)):
+        ask(engine, prompt, 1)
+        chunk, group = damaged
+        for stored in cache.entries():
+            if stored.entry.position == chunk * CHUNK and stored.address.endswith(f"-{group}-0"):
+                (path,) = folder.rglob(f"*{stored.address}*")
+                raw = bytearray(path.read_bytes())
+                raw[-1] ^= 1
+                path.write_bytes(raw)
+        engine.overwrite_pool(300)
+        asked = ask(engine, prompt, 6)
+        assert asked.usage.cached_tokens == chunk * CHUNK
+        same_as_plain(asked, model, prompt, 6)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

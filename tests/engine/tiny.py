@@ -11,17 +11,20 @@ VOCABULARY = 160
 WINDOW = 48
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
     "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-_GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 1024}
+_GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MIXED = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _MLA = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
-    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
@@ -33,7 +36,11 @@ _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _LONG = _rope(
-    "longrope", short_factor=[1.0] * 6, long_factor=[2.0] * 6, original_max_position_embeddings=64, factor=16.0
+    "longrope",
+    short_factor=[1.0] * 8,
+    long_factor=[2.0] * 8,
+    original_max_position_embeddings=64,
+    factor=16.0,
 )
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -68,26 +75,29 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-j": ("GPTJConfig", "GPTJForCausalLM", {**_GPT2, "rotary_dim": 4}),
     "gpt-neo": (
         "GPTNeoConfig", "GPTNeoForCausalLM",
-        {"num_hidden_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+        {
+            "num_hidden_layers": 2, "num_heads": 4, "window_size": WINDOW,
+            "attention_types": [[["global", "local"], 1]],
+        },
     ),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4, **_MIXED}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {}),
     "hunyuan": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 16}),
     "ministral": ("MinistralConfig", "MinistralForCausalLM", {"head_dim": 16, **_MIXED}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
-    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 48, "n_heads": 4, "n_layers": 3}),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 3}),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", {}),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", {}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", _MIXED),
-    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", {}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
     "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 48, **_MOE}),
     "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 16, **_MOE}),
     "seed-oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 16}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {}),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {}),
     "vaultgemma": ("VaultGemmaConfig", "VaultGemmaForCausalLM", {"head_dim": 16, **_MIXED}),
 }  # fmt: skip
@@ -98,7 +108,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _MLA, "MLA"),
     "mamba": ("MambaConfig", "MambaForCausalLM", {}, "recurrent"),
     "mamba2": (
-        "Mamba2Config", "Mamba2ForCausalLM", {"num_heads": 12, "head_dim": 8, "n_groups": 1}, "recurrent"
+        "Mamba2Config", "Mamba2ForCausalLM", {"num_heads": 16, "head_dim": 8, "n_groups": 1}, "recurrent"
     ),
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", {}, "recurrent"),
     "jamba": (
@@ -107,7 +117,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "bamba": (
         "BambaConfig", "BambaForCausalLM",
-        {"attn_layer_indices": [1], "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 1},
+        {"attn_layer_indices": [1], "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1},
         "linear_attention",
     ),
     "qwen3-next": (
@@ -120,36 +130,38 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "falcon-h1": (
         "FalconH1Config", "FalconH1ForCausalLM",
-        {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1}, "hybrid",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}, "hybrid",
     ),
     "granite-hybrid": (
         "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM",
         {
-            "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 12, "mamba_d_head": 8,
+            "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 16, "mamba_d_head": 8,
             "mamba_n_groups": 1,
         }, "linear_attention",
     ),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
     "recurrent-gemma": (
-        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"lru_width": 48, "attention_window_size": 48},
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"lru_width": 64, "attention_window_size": 48},
         "keys and values",
     ),
     "minimax": (
         "MiniMaxConfig", "MiniMaxForCausalLM", {"head_dim": 16, "num_local_experts": 2}, "linear_attention"
     ),
     "gpt": (
-        "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "keys and values"
+        "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4},
+        "keys and values",
     ),
     "t5": (
         "T5Config", "T5ForConditionalGeneration",
-        {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4, "pad_token_id": 0},
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "pad_token_id": 0},
         "encoder-decoder",
     ),
     "bart": (
         "BartConfig", "BartForConditionalGeneration",
         {
-            "d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0,
+            "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+            "pad_token_id": 0,
         }, "encoder-decoder",
     ),
     "dynamic-rope": ("LlamaConfig", "LlamaForCausalLM", _rope("dynamic", factor=2.0), "dynamic"),

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvass.codecs.registry import codec
-from kvass.container import Array, Header, Parsed, empty_arrays, read_arrays, read_header
-from kvass.errors import ConfigError, CorruptObjectError, UnsupportedModelError
+from kvass.codecs.registry import codec_of
+from kvass.container import MAX_HEADER_BYTES, Array, Header, Parsed, empty_arrays, read_arrays, read_header
+from kvass.errors import CorruptObjectError, UnsupportedModelError
 from kvass.keys import address, address_text
 from kvass.tiers.base import Entry, Tier
 
@@ -50,23 +50,24 @@ class StoredChunk:
         return self._open()[1]
 
 
-def opener(tier: Tier, one: bytes) -> Callable[[], tuple[Parsed, dict[str, Array]]]:
+def opener(tier: Tier, entry: Entry) -> Callable[[], tuple[Parsed, dict[str, Array]]]:
     """A function that reads and verifies an object. It raises KeyError, CorruptObjectError, TierError."""
 
     def opened() -> tuple[Parsed, dict[str, Array]]:
-        with tier.open(one) as reader:
+        with tier.open(entry.address) as reader:
+            if reader.size > entry.size + MAX_HEADER_BYTES:  # before anything is allocated for it
+                raise CorruptObjectError("object is larger than what was stored")
             parsed = read_header(reader)
             header = parsed.header
-            if address(bytes.fromhex(header.key), header.group, header.shard) != one:
+            if address(bytes.fromhex(header.key), header.group, header.shard) != entry.address:
                 raise CorruptObjectError("object is not the one that its address says")
             stored = empty_arrays(parsed)
             read_arrays(reader, parsed, stored)
-        if len(header.codec) != 1:
-            raise CorruptObjectError("object has a codec chain that this version cannot read")
+        coder = codec_of(header.codec)
         group = header.namespace.spec.groups[header.group]
         try:
-            return parsed, codec(header.codec[0].name).decode(stored, group, len(header.tokens))
-        except (ConfigError, UnsupportedModelError) as error:
+            return parsed, coder.decode(stored, group, len(header.tokens))
+        except UnsupportedModelError as error:
             raise CorruptObjectError(f"object cannot be decoded: {error}") from error
 
     return opened

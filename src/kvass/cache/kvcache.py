@@ -393,7 +393,7 @@ class KVCache:
         try:
             for entry in tier.scan():
                 if root is None or entry.root == root:
-                    yield StoredChunk(tier.name, entry, opener(tier, entry.address))
+                    yield StoredChunk(tier.name, entry, opener(tier, entry))
         except FAILURES as error:
             self._failed(tier, "scan", error)
 

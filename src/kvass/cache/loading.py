@@ -14,9 +14,9 @@ from kvass.cache.moving import FAILURES
 from kvass.cache.pool import KVView, check_fit
 from kvass.chunks import as_tokens
 from kvass.codecs.base import Codec
-from kvass.codecs.registry import codec
+from kvass.codecs.registry import codec_of
 from kvass.container import MAX_HEADER_BYTES, Array, Header, Reader, empty_arrays, read_arrays, read_header
-from kvass.errors import ConfigError, CorruptObjectError, TierError
+from kvass.errors import CorruptObjectError, TierError
 from kvass.keys import address, address_text, next_key, split_address
 from kvass.provenance import EXACT
 from kvass.tiers.base import Tier
@@ -155,11 +155,6 @@ class Loader:
             raise CorruptObjectError("object is not the one that its address says")
 
     def _codec_of(self, header: Header) -> Codec:
-        if len(header.codec) != 1:
-            raise CorruptObjectError("object has a codec chain that this version cannot read")
-        if header.codec[0].name == self._coder.name:
+        if len(header.codec) == 1 and header.codec[0] == self._coder.step():
             return self._coder
-        try:
-            return codec(header.codec[0].name)
-        except ConfigError as error:
-            raise CorruptObjectError(str(error)) from error
+        return codec_of(header.codec)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from kvass.cache.blobs import NO_BLOB, ChunkBlob, TierBlob
 from kvass.cache.executor import Copying
 from kvass.cache.match import Match, Piece
@@ -9,7 +11,7 @@ from kvass.cache.pool import KVView
 from kvass.chunks import Tokens, as_tokens
 from kvass.codecs.base import Codec
 from kvass.container import read_header
-from kvass.errors import CorruptObjectError, TierError
+from kvass.errors import CorruptObjectError, InputError, TierError
 from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key
 from kvass.tiers.base import Run, Tier, WriteItem
 
@@ -20,7 +22,13 @@ FAILURES = (TierError, CorruptObjectError, OSError)
 def sequence_items(
     tokens: Tokens, namespace: Namespace, source: KVView, coder: Codec, chunk_tokens: int, copying: Copying
 ) -> list[WriteItem]:
-    """All objects of a sequence: its whole chunks and the last partial one, every group, in order."""
+    """All objects of a sequence: its whole chunks and the last partial one, every group, in order.
+
+    Raises InputError for a namespace or a source that no object can hold.
+    """
+    written = msgspec.json.encode(namespace)
+    if msgspec.json.encode(msgspec.json.decode(written, type=Namespace)) != written:
+        raise InputError("the namespace holds values that are not of their fields' types; nothing is stored")
     root = namespace.root()
     keys = chain(root, tokens, chunk_tokens)
     if tokens.size % chunk_tokens:

@@ -1,4 +1,4 @@
-"""What tests of tiers, codecs and caches need, ours and other people's: conformance suites, strategies, a clock.
+"""What tests of tiers, codecs and caches need: conformance suites, Hypothesis strategies, a clock.
 
 Needs pytest and hypothesis: `pip install 'kvass[test]'`.
 """

@@ -140,6 +140,7 @@ def _header(group: LayerGroup, count: int, step: CodecStep) -> Header:
     spec = KVSpec(groups=(group,))
     namespace = Namespace(model="", weights="", config="", adapter="", spec=spec, tenant="", numerics="")
     return Header(
-        digest="", format=FORMAT_VERSION, key="0" * 64, group=0, shard=0, parent="", content_key="0" * 64,
-        namespace=namespace, position=0, tokens=list(range(count)), codec=[step], provenance=EXACT, digests={},
+        digest="", format=FORMAT_VERSION, key="0" * 64, group=0, shard=0, parent="",
+        content_key="0" * 64, namespace=namespace, position=0, tokens=list(range(count)), codec=[step],
+        provenance=EXACT, digests={},
     )  # fmt: skip

@@ -10,8 +10,6 @@ import errno
 import itertools
 import logging
 import os
-import random
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,24 +22,20 @@ from kvass.clock import Clock, system_clock
 from kvass.container import Reader
 from kvass.errors import KvassError, TierError, TierUnavailableError
 from kvass.keys import KEY_BYTES, address_text
-from kvass.policy.eviction import EvictionPolicy, Facts, lru
+from kvass.policy.eviction import EvictionPolicy, lru
 from kvass.tiers import rebuild
 from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
 from kvass.tiers.environment import Txn, destroy
 from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, write_all
 from kvass.tiers.index import Index, Record, release
-from kvass.tiers.owners import Owner, dead_owner
+from kvass.tiers.owners import Owner
+from kvass.tiers.reconciling import reconcile, undo_intent
+from kvass.tiers.removing import Remover
 
 __all__ = ["DirectoryTier", "on_tmpfs"]
 
 log = logging.getLogger("kvass.tiers")
 
-_SAMPLES = 8
-_LOOKS = 1024
-"""Leaves looked at before room is given up on, when leases and pins hold them."""
-_UNLINKS = 8
-"""Files removed inside one write transaction: all other writers wait meanwhile."""
-_INDEX_SLACK = 1 << 20
 _BATCH = 32
 _RECONCILE_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
@@ -70,15 +64,13 @@ class DirectoryTier(Tier):
         self.name = name
         self.path = Path(path)
         self._budget = budget
-        self._policy = policy
         self._clock = clock
-        self._random = random.Random(seed)
+        self._remover = Remover(self.path, name, budget, policy, clock, seed)
         self._pid = os.getpid()
         self._guard = threading.Lock()
         self._idle = threading.Condition()
         self._active = 0
         self._touched: dict[bytes, float] = {}
-        self._missing: set[bytes] = set()
         self._undo: list[tuple[bytes, bytes]] = []
         self._warned: set[str] = set()
         self._reconciled = 0.0
@@ -206,8 +198,7 @@ class DirectoryTier(Tier):
         if link is not None:
             with contextlib.suppress(FileNotFoundError):
                 return stack.enter_context(open_object(link))
-        with self._guard:
-            self._missing.add(one)
+        self._remover.note_missing([one])
         raise KeyError(address_text(one)) from None
 
     def touch(self, addresses: Sequence[bytes]) -> None:
@@ -222,21 +213,25 @@ class DirectoryTier(Tier):
 
     def _scan(self) -> Iterator[Entry]:
         after = b""
-        while True:
-            index, batch = self._live(), []
-            with index.read() as txn:
-                cursor = txn.cursor(index.objects)
-                if cursor.set_range(after + b"\0"):
-                    for one, raw in cursor:
-                        r = Record.unpack(raw)
-                        batch.append(Entry(bytes(one), r.parent or None, r.root, r.position, r.length,
-                                           r.size, r.created, r.accessed, r.pinned_until))  # fmt: skip
-                        if len(batch) == 1000:
-                            break
-            if not batch:
-                return
+        while batch := self._entries(after):
             yield from batch
             after = batch[-1].address
+
+    def _entries(self, after: bytes) -> list[Entry]:
+        """The next thousand. A transaction's variable must not outlive it: see `Environment.hold`."""
+        index, found = self._live(), []
+        with index.read() as txn:
+            cursor = txn.cursor(index.objects)
+            if cursor.set_range(after + b"\0"):
+                for one, raw in itertools.islice(cursor, 1000):
+                    r = Record.unpack(raw)
+                    found.append(
+                        Entry(
+                            bytes(one), r.parent or None, r.root, r.position, r.length, r.size, r.created,
+                            r.accessed, r.pinned_until,
+                        )
+                    )  # fmt: skip
+        return found
 
     def usage(self) -> Usage:
         index = self._live()
@@ -281,10 +276,6 @@ class DirectoryTier(Tier):
                 there = self._commit(index, owner, there, reserved, placed)
         return [item.address in there for item in items]
 
-    def _room(self, index: Index, txn: Txn) -> int:
-        slack = min(_INDEX_SLACK, self._budget // 16)
-        return self._budget - slack - index.bytes_on_disk() - index.usage(txn)[0]
-
     def _reserve(
         self, index: Index, owner: Owner, items: Sequence[WriteItem], keep: set[bytes]
     ) -> tuple[set[bytes], list[WriteItem]]:
@@ -292,9 +283,9 @@ class DirectoryTier(Tier):
         while True:
             with index.write() as txn:
                 there, wanted = self._sift(index, txn, items)
-                room = self._room(index, txn)
+                room = self._remover.room(index, txn)
                 lacking = sum(charge(item.blob.size) for item in wanted) - room
-                if lacking > 0 and self._evict(index, txn, lacking, keep):
+                if lacking > 0 and self._remover.evict(index, txn, lacking, keep):
                     continue
                 reserved: list[WriteItem] = []
                 without: set[bytes] = set()
@@ -314,7 +305,7 @@ class DirectoryTier(Tier):
         """Addresses that are there already, and the items that might be stored: room is made for no other."""
         there: set[bytes] = set()
         wanted: dict[bytes, WriteItem] = {}
-        most = self._room(index, txn) + index.usage(txn)[0]
+        most = self._remover.most(index)
         for item in items:
             one, parent = item.address, item.parent
             if index.get(txn, one) is not None:
@@ -415,7 +406,7 @@ class DirectoryTier(Tier):
         gone: list[bytes] = []
         for key in index.insert(txn, item.address, record, item.tokens):
             parts = index.parts(txn, key)
-            if self._drop_key(index, txn, key):
+            if self._remover.drop_key(index, txn, key):
                 gone += [part for part, _ in parts]
                 pinned = max(old.pinned_until for _, old in parts)
                 if pinned:
@@ -424,115 +415,13 @@ class DirectoryTier(Tier):
 
     # -- removing -------------------------------------------------------------------------------------
 
-    def _drop_key(self, index: Index, txn: Txn, key: bytes) -> int:
-        """Remove all parts of a childless key: files first, then rows. How many went."""
-        parts = index.parts(txn, key)
-        if any(record.children for _, record in parts):
-            return 0
-        with self._guard:  # should this transaction fail, `maintain` finds the rows without files
-            self._missing.update(one for one, _ in parts)
-        for one, record in parts:
-            discard(self._path(one))
-            index.remove(txn, one, record)
-        return len(parts)
-
-    def _evict(self, index: Index, txn: Txn, lacking: int, keep: set[bytes]) -> int:
-        """Free up to `lacking` bytes in this transaction; how many objects went (0: nothing may go)."""
-        before, gone = index.usage(txn)[0], 0
-        for name, size in itertools.islice(index.in_quarantine(txn).items(), _UNLINKS):
-            discard(self.path / "quarantine" / name)
-            index.release_quarantined(txn, name, size)
-            gone += 1
-        place = self._random.randbytes(KEY_BYTES)
-        looks = min(index.leaf_count(txn), _LOOKS)
-        while looks > 0 and gone < _UNLINKS and before - index.usage(txn)[0] < lacking:
-            sample = index.leaves_from(txn, place, _SAMPLES)
-            victim = self._victim(index, txn, sample, keep)
-            if victim is not None:
-                went = self._drop_key(index, txn, victim)
-                metrics.evicted_objects.labels(self.name).inc(went)
-                gone += went
-            elif not sample:
-                break
-            else:
-                looks -= len(sample)
-                place = sample[-1] + b"\0"
-        return gone
-
-    def _victim(self, index: Index, txn: Txn, sample: Sequence[bytes], keep: set[bytes]) -> bytes | None:
-        """The key with the lowest score among those of a sample that may go."""
-        now = self._clock()
-        best: tuple[float, bytes] | None = None
-        for key in {one[:KEY_BYTES] for one in sample} - keep:
-            parts = index.parts(txn, key)
-            if any(r.children or r.pinned_until > now or self._leased(part) for part, r in parts):
-                continue
-            score = max(
-                self._policy(Facts(r.size, r.length, r.position, r.created, r.accessed), now)
-                for _, r in parts
-            )
-            if best is None or score < best[0]:
-                best = (score, key)
-        return None if best is None else best[1]
-
-    def _leased(self, one: bytes) -> bool:
-        try:
-            return self._path(one).stat(follow_symlinks=False).st_nlink > 1
-        except OSError:
-            return False
-
     def delete(self, addresses: Sequence[bytes]) -> int:
         with self._changing():
-            return self._delete(self._live(), addresses)
-
-    def _delete(self, index: Index, addresses: Sequence[bytes]) -> int:
-        gone = 0
-        for _ in range(3):  # somebody may store behind what is being deleted
-            keys = self._subtree(index, addresses)
-            for start in range(0, len(keys), _UNLINKS):
-                with index.write() as txn:
-                    gone += sum(self._drop_key(index, txn, key) for key in keys[start : start + _UNLINKS])
-            if not any(self.contains(addresses)):
-                break
-        return gone
-
-    def _subtree(self, index: Index, addresses: Sequence[bytes]) -> list[bytes]:
-        """Keys of the objects and of all stored behind them, last first."""
-        keys: dict[bytes, None] = {}
-        level = [one[:KEY_BYTES] for one in addresses]
-        with index.read() as txn:
-            while level:
-                following: list[bytes] = []
-                for key in level:
-                    parts = [] if key in keys else index.parts(txn, key)
-                    if parts:
-                        keys[key] = None
-                    for one, _ in parts:
-                        following += [child[:KEY_BYTES] for child in index.children_of(txn, one)]
-                level = following
-        return list(reversed(keys))
+            return self._remover.delete(self._live(), addresses)
 
     def quarantine(self, address: bytes) -> None:
         with self._changing():
-            index = self._live()
-            with self._guard:
-                self._missing.add(address)
-            with index.write() as txn:
-                record = index.get(txn, address)
-                kept = rebuild.set_aside(self.path, self._path(address))
-                if record is None and kept is None:
-                    return
-                metrics.corrupt_objects.labels(self.name).inc()
-                if record is not None:  # from here on the charge is that of the file in quarantine
-                    index.put(txn, address, record._replace(size=0))
-                    index.add_usage(txn, -record.size, 0)
-                if kept is not None:
-                    size = charge(kept.stat().st_size)
-                    if size <= self._room(index, txn):
-                        index.charge_quarantined(txn, kept.name, size)
-                    else:
-                        discard(kept)
-            self._delete(index, [address])
+            self._remover.quarantine(self._live(), address)
 
     def pin(self, addresses: Sequence[bytes], until: float) -> int:
         count = 0
@@ -559,10 +448,11 @@ class DirectoryTier(Tier):
             self._owner.expire()
             self._flush_touched(index)
             self._settle_undone(index)
-            self._delete_missing(index)
-            self._shrink(index)
+            self._remover.mend(index)
+            self._remover.shrink(index)
             if time.monotonic() - self._reconciled > _RECONCILE_SECONDS:
-                self._reconcile(index)
+                self._reconciled = time.monotonic()
+                reconcile(self.path, index, self._owner)
 
     def _reopen(self) -> None:
         if self._index is not None:
@@ -591,81 +481,9 @@ class DirectoryTier(Tier):
         if undo:
             with index.write() as txn:
                 for one, owner in undo:
-                    self._undo_intent(index, txn, one, owner)
+                    undo_intent(self.path, index, txn, one, owner)
             with self._guard:
                 del self._undo[: len(undo)]
-
-    def _undo_intent(self, index: Index, txn: Txn, one: bytes, owner: bytes) -> None:
-        """Take back what `owner` began, unless somebody else has begun the same since."""
-        found = index.intent(txn, one)
-        if found is not None and found[0] != owner:
-            return
-        if index.get(txn, one) is None:
-            discard(self._path(one))
-        index.settle(txn, one, keep=False)
-
-    def _delete_missing(self, index: Index) -> None:
-        """Rows whose file is gone: somebody died between unlinking and committing."""
-        with self._guard:
-            noted, self._missing = self._missing, set()
-        missing = [one for one in noted if not os.path.lexists(self._path(one))]
-        if missing:
-            there = self.contains(missing)
-            self._delete(index, [one for one, row in zip(missing, there, strict=True) if row])
-
-    def _shrink(self, index: Index) -> None:
-        """Back to the budget, should it have been lowered; without looking for leaves when within it."""
-        with index.read() as txn:
-            over = -self._room(index, txn)
-        while over > 0:
-            with index.write() as txn:
-                if not self._evict(index, txn, over, set()):
-                    return
-                over = -self._room(index, txn)
-
-    def _reconcile(self, index: Index) -> None:
-        """Undo what dead owners left: looks at their intents and folders, never at the objects."""
-        self._reconciled = time.monotonic()
-        owners = self.path / "owners"
-        for folder in list(owners.iterdir()):
-            if folder == self._owner.folder:
-                continue
-            with dead_owner(folder) as owner:
-                if owner is None:
-                    continue
-                for name in ("tmp", "leases"):  # files before their charge
-                    shutil.rmtree(folder / name, ignore_errors=True)
-                self._undo_all(index, owner)
-                shutil.rmtree(folder, ignore_errors=True)
-        with index.read() as txn:
-            writers = index.writers(txn)
-        for owner in writers:
-            if not (owners / owner.hex()).exists():
-                self._undo_all(index, owner)
-        self._count_quarantine(index)
-
-    def _undo_all(self, index: Index, owner: bytes) -> None:
-        with index.read() as txn:
-            began = index.intents_of(txn, owner)
-        if began:
-            with index.write() as txn:
-                for one in began:
-                    self._undo_intent(index, txn, one, owner)
-
-    def _count_quarantine(self, index: Index) -> None:
-        """Rows and files of the quarantine, should somebody have died between the two."""
-        folder = self.path / "quarantine"
-        with index.read() as txn:
-            same = index.in_quarantine(txn).keys() == {path.name for path in folder.iterdir()}
-        if same:
-            return
-        with index.write() as txn:
-            rows = index.in_quarantine(txn)
-            files = {path.name for path in folder.iterdir()}
-            for name in rows.keys() - files:
-                index.release_quarantined(txn, name, rows[name])
-            for name in files - rows.keys():
-                discard(folder / name)
 
     def _dropped(self, reason: str, count: int, message: str = "") -> None:
         metrics.dropped_stores.labels(self.name, reason).inc(count)

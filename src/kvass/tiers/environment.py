@@ -5,6 +5,7 @@ no timeout. One process may open a file once. A forked child must not use what i
 """
 
 import contextlib
+import ctypes
 import os
 import struct
 import threading
@@ -26,14 +27,16 @@ _READER_CHECK_WRITES = 256
 _TAIL_PAGES = 64
 _OPEN_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
+_FORK_SECONDS = 1.0
 _META_MAGIC = 0xBEEFC0DE
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 _DAMAGE = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError,
-    lmdb.VersionMismatchError, lmdb.IncompatibleError, struct.error,
+    lmdb.VersionMismatchError, lmdb.IncompatibleError, lmdb.BadTxnError, struct.error,
 )  # fmt: skip
-"""What LMDB calls damage, and a row that cannot be unpacked. A full tmpfs shows as a plain lmdb.Error."""
+"""What LMDB calls damage (a bad transaction, where a database's own record is damaged), and a row that
+cannot be unpacked. A full tmpfs shows as a plain lmdb.Error."""
 
 
 class IndexDamagedError(TierUnavailableError):
@@ -68,7 +71,7 @@ class Environment:
             _preallocate(folder / "lock.mdb")
             self._env = lmdb.open(
                 str(folder), map_size=_MAP_BYTES, max_dbs=len(self.databases) + 1, max_readers=_MAX_READERS,
-                mode=0o600, sync=durable, metasync=False, max_spare_txns=4,
+                mode=0o600, sync=durable, metasync=False, max_spare_txns=0,
             )  # fmt: skip
         except _DAMAGE as error:
             raise IndexDamagedError(f"the index in {folder} is damaged: {error}") from error
@@ -165,7 +168,7 @@ class Environment:
             raise TierUnavailableError(f"too many readers of the index in {self._folder}") from error
         except _DAMAGE as error:
             self.broken = self.damaged = True
-            raise TierUnavailableError(f"the index in {self._folder} is damaged: {error}") from error
+            raise IndexDamagedError(f"the index in {self._folder} is damaged: {error}") from error
         except lmdb.Error as error:
             raise TierUnavailableError(f"the index in {self._folder} failed: {error}") from error
 
@@ -178,10 +181,24 @@ class Environment:
         if idle:
             self._env.close()
 
+    def hold(self) -> None:
+        """Before a fork: let running transactions end and none begin, for a child must not take part in one.
+        Closing the environment there would end it for the parent too, in the table that they share."""
+        self._guard.acquire()
+        self._guard.wait_for(lambda: self._users == 0, timeout=_FORK_SECONDS)
+
+    def let_go(self) -> None:
+        """After a fork, in the parent."""
+        self._guard.release()
+
     def abandon(self) -> None:
-        """Close in a forked child, where no other thread lives."""
+        """After a fork, in the child: close, or else keep for ever what may not be closed."""
         self.broken = True
-        self._env.close()
+        if self._users:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._env))
+        else:
+            self._env.close()
+        self._guard.release()
 
     def bytes_on_disk(self) -> int:
         """Bytes that the index itself takes."""

@@ -52,6 +52,8 @@ def open_object(path: Path) -> Iterator[FileReader]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:
+        raise FileNotFoundError(errno.ENOENT, "a file stands in place of its folder", str(path)) from error
     except OSError as error:
         if error.errno in _NO_OBJECT:
             raise CorruptObjectError(f"object is no file that may be read: {error}") from error
@@ -87,6 +89,8 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
         shutil.rmtree(path)
+    except NotADirectoryError:  # a file stands in place of its folder: it is not there
+        return
 
 
 def charge(size: int) -> int:

@@ -143,36 +143,54 @@ class Index(Environment):
         self.put(txn, one, record)
         txn.put(one, b"", db=self.leaves)
         parent = tree_parent(record.parent, record.root, *split_address(one)[1:])
-        packed, before = b"", None
+        packed, superseded = b"", []
         if tokens is not None:
             packed = pack_tokens(tokens)
+            superseded = self._beginnings(txn, parent, packed)
             txn.put(one, packed, db=self.tokens)
-            before = self._strict_beginning(txn, parent, packed)
         value = _CHILD.pack(one, record.length)
         for row in _rows(parent, one[:_TAG_BYTES], packed):
             txn.put(row, value, db=self.children)
         self.add_usage(txn, 0, 1)
-        return [] if before is None else [before[:KEY_BYTES]]
+        return [before[:KEY_BYTES] for before in superseded]
 
-    def _strict_beginning(self, txn: Txn, parent: bytes, packed: bytes) -> bytes | None:
-        """The childless sibling, if any, whose tokens are a strict beginning of `packed`.
+    def _beginnings(self, txn: Txn, parent: bytes, packed: bytes) -> list[bytes]:
+        """The childless siblings whose tokens are a strict beginning of `packed`.
 
-        Whatever sorts between such a sibling and `packed` begins with it too and would have superseded
-        it; so it is the row just before, in one of the spans.
+        What sorts between such a sibling and `packed` agrees with both up to the sibling's end; so from
+        each neighbour one goes on with what that has in common with `packed`.
         """
-        for row in _rows(parent, b"\0" * _TAG_BYTES, packed):
-            cursor = txn.cursor(self.children)
-            there = cursor.set_range(row)
-            if not (cursor.prev() if there else cursor.last()):
-                continue
-            if bytes(cursor.key()[:KEY_BYTES]) != row[:KEY_BYTES]:
-                continue
-            found = _CHILD.unpack(cursor.value())[0]
-            stored = bytes(txn.get(found, b"", self.tokens))
-            if stored and len(stored) < len(packed) and packed.startswith(stored):
-                record = self.get(txn, found)
+        found = []
+        wanted = packed
+        while wanted:
+            before = self._at_or_before(txn, parent, wanted)
+            if before is None:
+                break
+            stored = bytes(txn.get(before, b"", self.tokens))
+            if packed.startswith(stored):
+                record = self.get(txn, before)
                 if record is not None and not record.children:
-                    return bytes(found)
+                    found.append(before)
+                wanted = stored[:-_TOKEN_BYTES]
+            else:
+                one, other = np.frombuffer(stored, np.uint8), np.frombuffer(wanted, np.uint8)
+                shorter = min(one.size, other.size)
+                differs = int(np.flatnonzero(one[:shorter] != other[:shorter])[0])
+                wanted = wanted[: differs // _TOKEN_BYTES * _TOKEN_BYTES]
+        return found
+
+    def _at_or_before(self, txn: Txn, parent: bytes, packed: bytes) -> bytes | None:
+        """The child with these tokens or, if there is none, the one that stands just before its place."""
+        tag = b"\xff"  # with these tokens, too; who shares a whole span stands in the next one's node
+        for row in reversed(list(_rows(parent, b"", packed))):
+            cursor = txn.cursor(self.children)
+            there = cursor.set_range(row + tag * _TAG_BYTES)
+            tag = b"\0"
+            if (cursor.prev() if there else cursor.last()) and bytes(cursor.key()[:KEY_BYTES]) == row[
+                :KEY_BYTES
+            ]:
+                found: bytes = _CHILD.unpack(cursor.value())[0]
+                return found
         return None
 
     def remove(self, txn: Txn, one: bytes, record: Record) -> None:
@@ -343,13 +361,25 @@ def release(index: Index) -> None:
     index.close()
 
 
-def _after_fork() -> None:
-    # A child must not use its parent's environment: reader slots carry the parent's process id.
-    global _shared_guard  # noqa: PLW0603 - the lock may have been held in the parent by another thread
-    _shared_guard = threading.Lock()
+def _before_fork() -> None:
+    _shared_guard.acquire()
+    for index, _ in _shared.values():
+        index.hold()
+
+
+def _after_fork_in_parent() -> None:
+    for index, _ in _shared.values():
+        index.let_go()
+    _shared_guard.release()
+
+
+def _after_fork_in_child() -> None:
     for index, _ in _shared.values():
         index.abandon()
     _shared.clear()
+    _shared_guard.release()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

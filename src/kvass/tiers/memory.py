@@ -174,20 +174,17 @@ class MemoryTier(Tier):
         metrics.store_bytes.labels(self.name).inc(len(data))
 
     def _supersede(self, item: WriteItem) -> float:
-        """Drop the childless sibling, if any, that `item` extends; until when that was pinned."""
-        siblings = self._siblings.get(self._node(item), ())
-        if item.tokens is None or not siblings:
-            return 0.0
+        """Drop the childless siblings that `item` extends; until when one of them was pinned."""
+        pinned = 0.0
+        if item.tokens is None:
+            return pinned
         tokens = item.tokens.tolist()
-        at = bisect.bisect_left(siblings, (tokens, b""))
-        before, old = siblings[at - 1] if at else ([], b"")
-        if not before or before != tokens[: len(before)]:
-            return 0.0
-        parts = [self._objects[part] for part in self._parts[old[:KEY_BYTES]]]
-        if any(part.children for part in parts):
-            return 0.0
-        self._drop(old)
-        return max(part.pinned_until for part in parts)
+        for before, old in list(self._siblings.get(self._node(item), ())):
+            parts = [self._objects[part] for part in self._parts[old[:KEY_BYTES]]]
+            if before == tokens[: len(before)] and not any(part.children for part in parts):
+                pinned = max(pinned, *(part.pinned_until for part in parts))
+                self._drop(old)
+        return pinned
 
     @staticmethod
     def _node(item: WriteItem) -> bytes:

@@ -129,8 +129,9 @@ class Owner:
             self._release(number)
 
     def close(self) -> None:
-        """Remove the folder, leases and all."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder, leases and all; what cannot be removed is left to whoever cleans up."""
+        with contextlib.suppress(OSError):  # raised even so, where a folder's own descriptor fails
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.abandon()
 
     def abandon(self) -> None:

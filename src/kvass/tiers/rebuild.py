@@ -74,22 +74,28 @@ def open_index(base: Path, name: str, *, durable: bool) -> Index:
 
     Raises TierUnavailableError; an index that others may be using is not touched then.
     """
-    folder = base / "index"
     try:
-        index = index_module.acquire(folder, durable=durable)
+        return _open_ready(base, name, durable=durable)
     except IndexDamagedError as error:
         log.warning("kvass: %s: %s; rebuilding it from the files", name, error)
-        destroy(folder)
-        index = index_module.acquire(folder, durable=durable)
+        destroy(base / "index")
+        return _open_ready(base, name, durable=durable)
+
+
+def _open_ready(base: Path, name: str, *, durable: bool) -> Index:
+    index = index_module.acquire(base / "index", durable=durable)
     try:
-        with index.read() as txn:
-            ready = index.ready(txn)
-        if not ready:
+        if not _ready(index):
             _rebuild(base, name, index)
     except BaseException:
         index_module.release(index)
         raise
     return index
+
+
+def _ready(index: Index) -> bool:
+    with index.read() as txn:
+        return index.ready(txn)
 
 
 def _rebuild(base: Path, name: str, index: Index) -> None:

@@ -22,10 +22,12 @@ class Acting(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A model's own modules under the names that they had before peft, and the adapter layers that act."""
+    """A model's own modules under the names that they had before peft, the adapter layers that act, and
+    the layers whose weights have adapters merged into them."""
 
     own: list[tuple[str, torch.nn.Module]]
     acting: list[Acting]
+    merged: list[tuple[str, tuple[str, ...]]]
 
 
 def plain_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -48,7 +50,7 @@ def plain_model(model: torch.nn.Module) -> PreTrainedModel:
 
 def parts(model: PreTrainedModel) -> Parts:
     """Take the model apart. Raises UnsupportedModelError for adapters that are not handled yet, by name."""
-    found = Parts([], [])
+    found = Parts([], [], [])
     peft = sys.modules.get("peft")
     if peft is None:  # then nothing of it can be in the model
         found.own.extend(model.named_modules())
@@ -69,6 +71,8 @@ def parts(model: PreTrainedModel) -> Parts:
             if inner is None:
                 raise _not_yet(name, type(module).__name__)
             found.acting.extend((_acting if tuner else _replacing)(name, module))
+            if merged := vars(module).get("merged_adapters"):
+                found.merged.append((name, tuple(merged)))
             walk(name, inner)
         else:
             found.own.append((name, module))

@@ -52,20 +52,19 @@ def attach(
     plain = plain_model(model)
     if plain.device.type != "cpu":
         raise UnsupportedModelError(f"the model is on {plain.device}; attach handles the CPU so far")
-    detach(plain)
-    method: Any = getattr(type(plain), "generate", None)
-    own = vars(plain).get("generate")
-    if not ships(method) or (own is not None and getattr(own, "__func__", None) is not method):
-        raise UnsupportedModelError(f"{type(plain).__name__} has a generate of its own: not yet")
-    if "attention_mask" not in inspect.signature(plain.forward).parameters:
-        raise UnsupportedModelError(
-            f"{type(plain).__name__} takes no attention_mask; without, generate does not continue a cache"
-        )
     known = None
     if any(module.training for module in plain.modules()):  # its calls run as before until it no longer is
         kv_spec(plain)
     else:
         known = identify(plain, tenant_salt=tenant_salt, epoch=epoch)
+    method: Any = getattr(type(plain), "generate", None)
+    own = vars(plain).get("generate", method)
+    if not ships(method) or not (isinstance(own, _Generate) or getattr(own, "__func__", own) is method):
+        raise UnsupportedModelError(f"{type(plain).__name__} has a generate of its own: not yet")
+    if "attention_mask" not in inspect.signature(plain.forward).parameters:
+        raise UnsupportedModelError(
+            f"{type(plain).__name__} takes no attention_mask; without, generate does not continue a cache"
+        )
     store = cache if cache is not None else KVCache.open()
     plain.generate = _Generate(plain, store, tenant_salt, epoch, known)  # type: ignore[assignment]
     return store

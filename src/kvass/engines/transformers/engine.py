@@ -94,8 +94,9 @@ class Engine:
         self._epoch = epoch
         self._turns = Turns(_PATIENCE_SECONDS)
         self._identity = identify(self.model, tenant_salt=tenant_salt, epoch=epoch)
+        self._warned_of = ""
         self._spare: TorchPool | None = None
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # giving back may happen in the garbage collector
         keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._last_only: dict[str, int] = {"logits_to_keep": 1} if keeps else {}
         self.vocabulary: int = self.model.config.vocab_size
@@ -206,7 +207,9 @@ class Engine:
         try:
             return self.identity
         except UnsupportedModelError as error:
-            log.warning("kvass: this request goes without the cache: %s", error)
+            if str(error) != self._warned_of:
+                self._warned_of = str(error)
+                log.warning("kvass: requests go without the cache: %s", error)
             return None
 
     def _load(self, tokens: Tokens, identity: Identity | None, held: PoolCache, usage: Usage) -> int:

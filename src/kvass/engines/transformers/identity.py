@@ -26,8 +26,11 @@ _NOT_IDENTITY = {
     "attn_implementation", "_attn_implementation", "tokenizer_class",
 }  # fmt: skip
 
-_KNOWN_CODE = ("torch.nn.",)
-"""Where modules come from, beside transformers, whose class says what they compute."""
+_SAME_IN_TRAINING = (
+    torch.nn.Identity, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleDict, torch.nn.ModuleList,
+    torch.nn.ParameterDict,
+)  # fmt: skip
+"""What an adapter is made of that was added to a model in evaluation mode, and may stay in training mode."""
 
 _SAMPLE = 64
 """Bytes at a tensor's start, middle and end that are looked at to see whether it was overwritten."""
@@ -58,7 +61,8 @@ def identify(
     tensors = list(_own_tensors(found))
     own = (
         id(model), repr(vars(config)), _numerics(model, ""), epoch, tenant_salt,
-        tuple(_traits(found)), tuple(_glance(name, tensor) for name, tensor in tensors),
+        tuple(_traits(found)), _code(found), tuple(found.merged),
+        tuple(_glance(name, tensor) for name, tensor in tensors),
     )  # fmt: skip
     adapters = tuple(
         (one.name, one.state, tuple(_glance(*item) for item in one.tensors)) for one in found.acting
@@ -97,7 +101,7 @@ def _refuse_altered(model: PreTrainedModel) -> None:
         raise UnsupportedModelError("there are forward hooks on all modules, which may change anything")
     for name, module in model.named_modules():
         where = name or "the model"
-        if module.training:
+        if module.training and type(module) not in _SAME_IN_TRAINING:
             raise UnsupportedModelError(f"{where} is in training mode; call eval()")
         if "forward" in vars(module) or module._compiled_call_impl is not None:
             raise UnsupportedModelError(f"the forward of {where} was replaced or compiled")
@@ -107,11 +111,19 @@ def _refuse_altered(model: PreTrainedModel) -> None:
 
 
 def _refuse_foreign(found: Parts) -> None:
+    """Refuse modules of which the class's name does not say what they compute."""
     for name, module in found.own:
-        if not ships(type(module)) and not type(module).__module__.startswith(_KNOWN_CODE):
-            raise UnsupportedModelError(
-                f"{name or 'the model'} is a {type(module).__qualname__}, which is foreign code: not yet"
-            )
+        for code in (type(module), type(module).forward):
+            if not ships(code) and not str(getattr(code, "__module__", "")).startswith("torch.nn."):
+                what = getattr(code, "__qualname__", repr(code))
+                raise UnsupportedModelError(
+                    f"{name or 'the model'} runs {what}, which is foreign code: not yet"
+                )
+
+
+def _code(found: Parts) -> tuple[object, ...]:
+    """The functions that the modules run: a patched class keeps its name."""
+    return tuple(dict.fromkeys(type(module).forward for _, module in found.own))
 
 
 # -- digests ----------------------------------------------------------------------------------------

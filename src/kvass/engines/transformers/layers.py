@@ -141,11 +141,13 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder; kvass handles causal models")
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{type(model).__name__} does not generate text")
     if config.get_text_config(decoder=True) is not config:
         raise UnsupportedModelError(f"{kind} is made of several models (multimodal?): not yet")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{kind} attends in both directions; kvass handles causal models")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not {"past_key_values", "cache"} & inspect.signature(model.forward).parameters.keys():
         raise UnsupportedModelError(f"{kind} keeps no keys and values (a recurrent model?): not yet")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(f"{kind} uses multi-head latent attention (MLA): not yet")

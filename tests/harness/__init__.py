@@ -1,0 +1,1 @@
+"""Helpers of the crash, concurrency and format suites."""
