@@ -64,7 +64,7 @@ def test_any_page_of_a_closed_index_is_overwritten(
     seldom. Never a wrong answer; and with the index removed, everything is there again."""
     pages = _data(path).stat().st_size // 4096
     codes = []
-    for page in range(2, pages):
+    for page in range(2, pages, 3):  # zeros and noise by turns
         harmed = shm / "harmed"
         shutil.copytree(path, harmed)
         damage.garbage(page, page, zeros=page % 2 == 0)(_data(harmed))
@@ -75,8 +75,11 @@ def test_any_page_of_a_closed_index_is_overwritten(
             assert max(found(cache)) > 0
         assert_consistent(harmed, BUDGET)
         shutil.rmtree(harmed)
-    print(f"{pages} pages: " + ", ".join(f"{codes.count(code)} x {code}" for code in sorted(set(codes))))
-    assert codes.count(0) > 0.8 * pages
+    print(
+        f"{len(codes)} of {pages} pages: "
+        + ", ".join(f"{codes.count(code)} x {code}" for code in sorted(set(codes)))
+    )
+    assert codes.count(0) > 0.8 * len(codes)
 
 
 def test_rebuilding_is_the_same_twice(path: Path, rows: Rows) -> None:

@@ -95,7 +95,7 @@ def test_kill(shm: Path) -> None:
             killer.round()
     print(
         f"{killer.kills} kills, {killer.with_intent} with an open intent; {killer.rounds} operations; "
-        f"{killer.without_file} rows without file, mended"
+        f"{killer.without_file} rows without file, mended; {killer.objects} objects at the checks"
     )
     assert killer.kills >= KILLS
     assert killer.with_intent >= WITH_INTENT

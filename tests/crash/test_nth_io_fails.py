@@ -9,6 +9,7 @@ import pytest
 
 from harness import script
 from harness.faults import Faults, failing, nothing
+from kvass import metrics
 from kvass.errors import KvassError, TierUnavailableError
 from kvass.tiers import directory
 
@@ -45,7 +46,11 @@ def _calls_without_a_fault(shm: Path, prepared: Path) -> list[str]:
 
 def test_without_a_fault(shm: Path, prepared: Path) -> None:
     faults = Faults(prepared, nothing)
+    evicted = metrics.evicted_objects.labels("scripted")._value.get()
+    quarantined = metrics.corrupt_objects.labels("scripted")._value.get()
     _run(prepared, faults)
+    assert metrics.evicted_objects.labels("scripted")._value.get() > evicted
+    assert metrics.corrupt_objects.labels("scripted")._value.get() > quarantined
     counted = {call: faults.calls.count(call) for call in set(faults.calls)}
     print(f"{len(faults.calls)} calls: {counted}")
     assert len(faults.calls) >= LEAST_CALLS

@@ -14,7 +14,7 @@ from asking import ask
 from tiny import REFUSED, build, plain, text, tiny
 from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama import modeling_llama
 
 from kvass.cache import KVCache
 from kvass.engines.transformers import Engine, attach, identify, kv_spec
@@ -495,6 +495,17 @@ def test_models_without_a_language_head_are_refused(kind: str, cache: KVCache) -
             refuses(model)
 
 
+def test_kv_that_depends_on_how_a_text_is_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def by_length(query: torch.Tensor, key: torch.Tensor, *others: Any) -> Any:
+        return rotate(query, key * (1 + 0.01 * key.shape[2]), *others)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", by_length)
+    with pytest.raises(UnsupportedModelError, match="layer 0 of llama computes other KV"):
+        kv_spec(tiny("llama"))
+
+
 class _Steered(LlamaForCausalLM):
     pass
 
@@ -558,7 +569,7 @@ def test_code_that_is_not_of_transformers_is_refused(monkeypatch: pytest.MonkeyP
         identify(_Steered(tiny("llama").config).eval())
     model = tiny("llama")
     known = identify(model)
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: states)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, states: states)
     with pytest.raises(UnsupportedModelError, match="foreign"):
         identify(model, known=known)
     with pytest.raises(UnsupportedModelError, match="Linear is no transformers model"):

@@ -18,7 +18,7 @@ from .kv import CHUNK, load, namespace, store, text
 
 _open, _fstat = os.open, os.fstat
 
-BUDGET = 480 << 10
+BUDGET = 320 << 10
 HEADS = 4
 SPACE = namespace(HEADS)
 OLD = text(0, 0, 24)

@@ -110,5 +110,7 @@ def test_common_prefix_is_what_counting_gives(texts: list[Tokens]) -> None:
 @EXAMPLES
 @given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
 def test_common_prefix_of_short_alphabets(one: list[int], other: list[int]) -> None:
-    count = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    count = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
     assert common_prefix(as_tokens(one), as_tokens(other)) == count

@@ -144,7 +144,9 @@ def assert_refused(raw: bytes, targets: dict[str, Array] | None = None) -> None:
 def test_a_changed_byte_is_never_accepted(chunk: Chunk, data: st.DataObject) -> None:
     raw = written(chunk)
     data_start = read_header(BytesReader(raw)).size - sum(array.nbytes for array in chunk.arrays.values())
-    places = st.one_of(st.integers(0, data_start - 1), st.integers(data_start, len(raw) - 1), st.integers(0, 64))
+    places = st.one_of(
+        st.integers(0, data_start - 1), st.integers(data_start, len(raw) - 1), st.integers(0, 64)
+    )
     for _ in range(12):
         at = min(data.draw(places), len(raw) - 1)
         other = data.draw(st.integers(1, 255))
@@ -160,7 +162,9 @@ def test_no_bit_of_a_whole_object_may_change() -> None:
         model="m", weights="w", config="c", adapter="", spec=strategies.KVSpec(groups=(group,)), tenant="",
         numerics="n",
     )  # fmt: skip
-    arrays = {name: np.arange(1, 13).reshape(2, 3, 1, 2).astype(numpy_dtype("bfloat16")) for name in ("k", "v")}
+    arrays = {
+        name: np.arange(1, 13).reshape(2, 3, 1, 2).astype(numpy_dtype("bfloat16")) for name in ("k", "v")
+    }
     raw = bytearray(written(Chunk(space, 0, 0, strategies.as_tokens([1, 2, 3]), arrays)))
     read(bytes(raw))
     for at in range(len(raw)):
@@ -175,7 +179,15 @@ def test_no_bit_of_a_whole_object_may_change() -> None:
 @given(strategies.chunks(max_tokens=20), st.data())
 def test_what_is_cut_grown_or_shifted_is_never_accepted(chunk: Chunk, data: st.DataObject) -> None:
     raw = written(chunk)
-    for end in [0, 1, 7, 8, len(raw) - 1, *range(ALIGNMENT, len(raw), ALIGNMENT), data.draw(st.integers(0, len(raw) - 1))]:
+    for end in [
+        0,
+        1,
+        7,
+        8,
+        len(raw) - 1,
+        *range(ALIGNMENT, len(raw), ALIGNMENT),
+        data.draw(st.integers(0, len(raw) - 1)),
+    ]:
         assert_refused(raw[:end])
     more = data.draw(st.binary(min_size=1, max_size=ALIGNMENT))
     assert_refused(raw + more)
@@ -251,3 +263,20 @@ def test_safetensors_opens_every_object(chunk: Chunk) -> None:
         for name, array in safetensors_load(raw).items():
             assert array.dtype == chunk.arrays[name].dtype
             assert bits(array) == bits(chunk.arrays[name])
+
+
+@EXAMPLES
+@given(strategies.chunks())
+def test_torch_reads_the_same_bits(chunk: Chunk) -> None:
+    """The dtypes that numpy has no name for."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load
+
+    dtypes = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
+              "float32": torch.float32, "float16": torch.float16}  # fmt: skip
+    found = load(written(chunk))
+    assert found.keys() == {"k", "v"}
+    for name, tensor in found.items():
+        assert tensor.dtype == dtypes[chunk.namespace.spec.groups[chunk.group].dtype]
+        assert tuple(tensor.shape) == chunk.arrays[name].shape
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == bits(chunk.arrays[name])

@@ -210,7 +210,9 @@ def test_an_address_is_read_back(part: tuple[bytes, int, int]) -> None:
 
 @EXAMPLES
 @given(parts, parts)
-def test_addresses_differ_when_a_part_does(one: tuple[bytes, int, int], other: tuple[bytes, int, int]) -> None:
+def test_addresses_differ_when_a_part_does(
+    one: tuple[bytes, int, int], other: tuple[bytes, int, int]
+) -> None:
     assert (address(*one) == address(*other)) == (one == other)
     assert (address_text(address(*one)) == address_text(address(*other))) == (one == other)
 

@@ -595,18 +595,18 @@ class TierConformance:
         clock.advance(1.0)
         tier.touch([item.address for item in used])
         tier.maintain()
-        more = count
+        written = [item.address for item in items]
         for first in range(10_000, 10_000 + 4 * self.budget // self.payload):
-            if not all(tier.contains([item.address for item in items])):
-                more -= 4
-            if more <= 0:
+            if tier.contains(written).count(False) >= count // 3:
                 break
             clock.advance(1.0)
-            tier.write(self._chain(1, first))
-        kept = sum(tier.contains([item.address for item in used]))
-        others = sum(tier.contains([item.address for item in items[count // 4 : count // 2]]))
-        assert kept >= 0.9 * len(used)
-        assert others < 0.7 * len(used)
+            (item,) = self._chain(1, first)
+            assert tier.write([item]) == [True]
+            written.append(item.address)
+        there = tier.contains(written)
+        unused = there[len(used) : count].count(False)
+        assert unused >= 0.7 * there.count(False)  # a tier may decide by samples; at random it were half
+        assert there[: len(used)].count(True) >= 0.7 * len(used)
 
     def test_pinned_objects_stay(self, tier: Tier, clock: ManualClock) -> None:
         items = self._chain(3, groups=2)

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -253,8 +253,8 @@ class DirectoryTier(Tier):
         keep = {one[:KEY_BYTES] for item in items for one in (item.address, item.parent) if one}
         with self._changing():
             index, owner = self._live(), self._owner
-            for start in range(0, len(items), _BATCH):
-                done += self._write_batch(index, owner, items[start : start + _BATCH], keep, run)
+            for batch in _batches(items):
+                done += self._write_batch(index, owner, batch, keep, run)
         return done
 
     def _write_batch(
@@ -289,13 +289,14 @@ class DirectoryTier(Tier):
                     continue
                 reserved: list[WriteItem] = []
                 without: set[bytes] = set()
-                for item in wanted:
-                    needed = charge(item.blob.size)
-                    if needed > room or item.parent in without:
-                        without.add(item.address)
+                for parts in _by_key(wanted):  # all or none: what they supersede was whole
+                    needed = sum(charge(item.blob.size) for item in parts)
+                    if needed > room or any(item.parent in without for item in parts):
+                        without.update(item.address for item in parts)
                         continue
-                    index.intend(txn, item.address, owner.id, needed)
-                    reserved.append(item)
+                    for item in parts:
+                        index.intend(txn, item.address, owner.id, charge(item.blob.size))
+                    reserved += parts
                     room -= needed
             if without:
                 self._dropped("full", len(without), f"no room within {self._budget} bytes")
@@ -351,11 +352,12 @@ class DirectoryTier(Tier):
     def _commit(
         self, index: Index, owner: Owner, there: set[bytes], items: Sequence[WriteItem], placed: set[bytes]
     ) -> set[bytes]:
-        """Make placed objects visible, in order, each only if its parent is, and undo the others.
+        """Make placed objects visible, in order, each only if its parent and all parts are, and undo the others.
 
         Returns those of `there` and of the items that are there now.
         """
         stored = 0
+        failed = {item.address[:KEY_BYTES] for item in items if item.address not in placed}
         try:
             with index.write() as txn:
                 there = set(there)
@@ -369,7 +371,7 @@ class DirectoryTier(Tier):
                         if reservation is None:
                             discard(self._path(one))
                         continue
-                    elif one not in placed:
+                    elif one[:KEY_BYTES] in failed:
                         discard(self._path(one))
                     elif item.parent is not None and index.get(txn, item.parent) is None:
                         discard(self._path(one))
@@ -493,3 +495,23 @@ class DirectoryTier(Tier):
                 return
             self._warned.add(kind)
         log.warning("kvass: %s: %s; the store is given up, what was there stays", self.name, message)
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Cut a write where one transaction should end, but not between the parts of one key."""
+    batch: list[WriteItem] = []
+    for item in items:
+        if len(batch) >= _BATCH and item.address[:KEY_BYTES] != batch[-1].address[:KEY_BYTES]:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _by_key(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
+    """The items with all parts of a key together; parents still come before their children."""
+    found: dict[bytes, list[WriteItem]] = {}
+    for item in items:
+        found.setdefault(item.address[:KEY_BYTES], []).append(item)
+    return found.values()

@@ -36,7 +36,8 @@ class TorchPool:
     def _allocate(group: LayerGroup, capacity: int) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, group.dtype)
         with torch.inference_mode(False):  # the caller's mode would stay with the tensors for good
-            return {name: torch.zeros(group.shape(name, capacity), dtype=dtype) for name in ("k", "v")}
+            # not zeros: that would touch all of it, also what this request never comes to use
+            return {name: torch.empty(group.shape(name, capacity), dtype=dtype) for name in ("k", "v")}
 
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
         """Views of tokens `start` to `stop`. Raises InputError beyond the capacity."""
