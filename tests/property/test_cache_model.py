@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from harness.kv import CHUNK, namespace, same_bits, values
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from harness.kv import CHUNK, namespace, same_bits, values
 from kvass.cache import KVCache, Match, Pool
 from kvass.chunks import Tokens, as_tokens
 from kvass.container import Array
@@ -120,7 +120,7 @@ def agree(one: Ids, other: Ids) -> int:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Everything that may be asked of a cache. Subclasses say which tiers, and whether anything is evicted."""
+    """Everything that may be asked of a cache. Subclasses say which tiers, and whether they evict."""
 
     budget = AMPLE
     stored: Bundle[Ids] = Bundle("stored")

@@ -79,7 +79,8 @@ def test_what_is_no_id_is_refused(given_: list[int], wrong: Any, data: st.DataOb
     [
         None, 3, "12", b"12", {1}, {1: 2}, iter([1]), object(), [[1]], [[]], [[1], [2, 3]], [[1], 2],
         np.zeros((2, 2), int), np.array(3), [True], np.ones(2, bool), np.ones(2), np.ones(2, complex),
-        np.array(["1"]), np.array([None]), np.zeros(1, "i4,i4"), np.array([1], "M8[s]"), np.array([1], "m8[s]"),
+        np.array(["1"]), np.array([None]), np.zeros(1, "i4,i4"), np.array([1], "M8[s]"),
+        np.array([1], "m8[s]"),
         np.array([2**63], "u8"), np.array([-1], "i1"), np.array([MAX_TOKEN_ID + 1]),
     ],
     ids=str,

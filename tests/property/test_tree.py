@@ -230,7 +230,7 @@ def test_a_tail_goes_exactly_when_something_extends_it(kind: str, data: st.DataO
 @FEW
 @given(stored=texts)
 def test_one_write_of_all_is_as_one_write_of_each(kind: str, stored: list[Tokens]) -> None:
-    nodes = [(tuple(tokens.tolist()),) for tokens in stored]
+    nodes = list(dict.fromkeys((tuple(tokens.tolist()),) for tokens in stored))
     tree = Tree()
     for node in nodes:
         tree.insert(node)

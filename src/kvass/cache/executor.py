@@ -142,7 +142,9 @@ class Workers:
             for future in futures:
                 yield future.result()
         finally:
-            wait([future for future in futures if not future.cancel()])
+            running = [future for future in futures if not future.done() and not future.cancel()]
+            if running:
+                wait(running)
 
     def close(self, patience: float) -> bool:
         """Take no more jobs and finish those there are; False when none ended for `patience` seconds."""

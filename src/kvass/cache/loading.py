@@ -120,17 +120,17 @@ class Loader:
         if parsed.size > 2 * group.bytes_per_token * piece.stored + MAX_HEADER_BYTES:
             raise CorruptObjectError(f"object of {parsed.size} bytes is larger than any codec makes it")
         coder = self._codec_of(parsed.header)
+        wanted = {name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()}
         if coder.in_place:
-            found = {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()}
-            if found != {
-                name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()
-            }:
+            if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
                 raise CorruptObjectError("object's arrays are not what the spec says")
             if piece.used == piece.stored:
                 return read_arrays(reader, parsed, targets)
         stored = empty_arrays(parsed)
         size = read_arrays(reader, parsed, stored)
         decoded = coder.decode(stored, group, piece.stored)
+        if {name: (array.shape, array.dtype) for name, array in decoded.items()} != wanted:
+            raise CorruptObjectError("object's arrays are not what the spec says")
         for name, target in targets.items():
             target[:] = decoded[name][:, : piece.used]
         return size

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvass.keys import KEY_BYTES, address_text
 from kvass.policy.eviction import EvictionPolicy, lru
 from kvass.tiers import rebuild
 from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
+from kvass.tiers.batches import batches, by_key
 from kvass.tiers.environment import Txn, destroy
 from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, write_all
 from kvass.tiers.index import Index, Record, release
@@ -68,12 +69,13 @@ class DirectoryTier(Tier):
         self._remover = Remover(self.path, name, budget, policy, clock, seed)
         self._pid = os.getpid()
         self._guard = threading.Lock()
+        self._housekeeping = threading.Lock()
         self._idle = threading.Condition()
         self._active = 0
         self._touched: dict[bytes, float] = {}
         self._undo: list[tuple[bytes, bytes]] = []
         self._warned: set[str] = set()
-        self._reconciled = 0.0
+        self._reconciled = -_RECONCILE_SECONDS
         self._closed = False
         self._lost: Index | None = None
         try:
@@ -148,7 +150,11 @@ class DirectoryTier(Tier):
             self._closed = True
         # On a thread of its own: a process that stands still in a transaction would hold us up for ever.
         ending = threading.Thread(target=self._end, name="kvass-close", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter is ending and starts no more threads
+            self._end()
+            return
         ending.join(_CLOSE_SECONDS)
         if ending.is_alive():
             log.warning("kvass: %s: the tier in %s is still in use and stays open", self.name, self.path)
@@ -253,7 +259,7 @@ class DirectoryTier(Tier):
         keep = {one[:KEY_BYTES] for item in items for one in (item.address, item.parent) if one}
         with self._changing():
             index, owner = self._live(), self._owner
-            for batch in _batches(items):
+            for batch in batches(items, _BATCH):
                 done += self._write_batch(index, owner, batch, keep, run)
         return done
 
@@ -289,7 +295,7 @@ class DirectoryTier(Tier):
                     continue
                 reserved: list[WriteItem] = []
                 without: set[bytes] = set()
-                for parts in _by_key(wanted):  # all or none: what they supersede was whole
+                for parts in by_key(wanted):  # all or none: what they supersede was whole
                     needed = sum(charge(item.blob.size) for item in parts)
                     if needed > room or any(item.parent in without for item in parts):
                         without.update(item.address for item in parts)
@@ -352,12 +358,11 @@ class DirectoryTier(Tier):
     def _commit(
         self, index: Index, owner: Owner, there: set[bytes], items: Sequence[WriteItem], placed: set[bytes]
     ) -> set[bytes]:
-        """Make placed objects visible, in order, each only if its parent and all parts are, and undo the others.
+        """Make placed objects visible, in order, each only if its parent is, and undo the others.
 
         Returns those of `there` and of the items that are there now.
         """
         stored = 0
-        failed = {item.address[:KEY_BYTES] for item in items if item.address not in placed}
         try:
             with index.write() as txn:
                 there = set(there)
@@ -371,7 +376,7 @@ class DirectoryTier(Tier):
                         if reservation is None:
                             discard(self._path(one))
                         continue
-                    elif one[:KEY_BYTES] in failed:
+                    elif one not in placed:
                         discard(self._path(one))
                     elif item.parent is not None and index.get(txn, item.parent) is None:
                         discard(self._path(one))
@@ -394,17 +399,8 @@ class DirectoryTier(Tier):
     def _enter(self, index: Index, txn: Txn, item: WriteItem) -> list[bytes]:
         """Insert a record; addresses that it superseded. A pin on one of those passes on to it."""
         now = self._clock()
-        record = Record(
-            charge(item.blob.size),
-            item.length,
-            item.position,
-            0,
-            now,
-            now,
-            0.0,
-            item.parent or b"",
-            item.root,
-        )
+        size, parent = charge(item.blob.size), item.parent or b""
+        record = Record(size, item.length, item.position, 0, now, now, 0.0, parent, item.root)
         gone: list[bytes] = []
         for key in index.insert(txn, item.address, record, item.tokens):
             parts = index.parts(txn, key)
@@ -440,7 +436,7 @@ class DirectoryTier(Tier):
     # -- housekeeping ---------------------------------------------------------------------------------
 
     def maintain(self) -> None:
-        with self._changing():
+        with self._changing(), self._housekeeping:
             if self._index is None or self._index.broken:
                 self._reopen()
             index = self._live()
@@ -495,23 +491,3 @@ class DirectoryTier(Tier):
                 return
             self._warned.add(kind)
         log.warning("kvass: %s: %s; the store is given up, what was there stays", self.name, message)
-
-
-def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Cut a write where one transaction should end, but not between the parts of one key."""
-    batch: list[WriteItem] = []
-    for item in items:
-        if len(batch) >= _BATCH and item.address[:KEY_BYTES] != batch[-1].address[:KEY_BYTES]:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-def _by_key(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
-    """The items with all parts of a key together; parents still come before their children."""
-    found: dict[bytes, list[WriteItem]] = {}
-    for item in items:
-        found.setdefault(item.address[:KEY_BYTES], []).append(item)
-    return found.values()

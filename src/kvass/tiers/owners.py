@@ -38,9 +38,8 @@ class Owner:
         self._guard = threading.Lock()
         self._leases: dict[int, tuple[float, list[Path]]] = {}
         self._count = 0
-        for _ in range(
-            _ATTEMPTS
-        ):  # whoever cleans up may take our folder for a dead one's before it is locked
+        # Whoever cleans up may take our folder for a dead one's before it is locked.
+        for _ in range(_ATTEMPTS):
             self.id = uuid.uuid4().bytes
             self.folder = parent / self.id.hex()
             fresh = parent / (_UNNAMED + self.id.hex())
