@@ -426,7 +426,6 @@ def _report(found: dict[str, Any], as_json: bool) -> None:
 
 @bench.command("store")
 def bench_store(
-    chunks: Annotated[int, typer.Option(min=2, help="Chunks of 5.9 MB, loaded and stored at once.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="I/O threads, on both sides.")] = 2,
     disk: Disk = Path(".bench"),
@@ -436,8 +435,8 @@ def bench_store(
     _needs_transformers()
     from kvass.bench import store
 
-    with _progress("store", 13 * rounds) as advance:
-        found = store.run(disk, chunks=chunks, rounds=rounds, threads=threads, progress=advance)
+    with _progress("store", 26 * rounds) as advance:
+        found = store.run(disk, rounds=rounds, threads=threads, progress=advance)
     _report(found, as_json)
 
 

@@ -167,6 +167,7 @@ class Encoded:
         self._header = msgspec.structs.replace(header, digest=_NO_DIGEST, digests=blank)
         self._tensors = _describe(self._arrays)
         raw = _encode_header(self._header, self._tensors)
+        _check_readable(self._header)
         self._data_start = len(raw)
         self.size = self._data_start + sum(array.nbytes for array in self._arrays.values())
         if len(raw) > MAX_HEADER_BYTES:
@@ -184,6 +185,17 @@ class Encoded:
                 offset += sum(map(len, batch))
         header = msgspec.structs.replace(self._header, digests=digests)
         yield 0, [memoryview(_seal(_encode_header(header, self._tensors)))]
+
+
+def _check_readable(header: Header) -> None:
+    """Raises InputError where a header would be read as another one: an int in place of a float, None."""
+    wanted = _encoder.encode(header)
+    try:
+        same = _encoder.encode(_header_decoder.decode(wanted)) == wanted
+    except msgspec.MsgspecError as error:
+        raise InputError(f"such a chunk cannot be stored: {error}") from error
+    if not same:
+        raise InputError("such a chunk cannot be stored: a value in its namespace is not of its field's type")
 
 
 def _batches(rows: list[Buffer]) -> Iterator[list[Buffer]]:

@@ -24,8 +24,8 @@ from kvass.tiers.memory import MemoryTier
 
 AMPLE = 64 << 20
 LITTLE = 224 << 10
-SCARCE = 1 << 20
-"""Of which the index takes a quarter."""
+SCARCE = 640 << 10
+"""Of which the index takes a third."""
 
 HEADS = 12
 SPACES = (

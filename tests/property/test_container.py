@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load as safetensors_load
 
+from kvass.chunks import as_tokens
 from kvass.codecs.raw import Raw
 from kvass.container import (
     ALIGNMENT,
@@ -25,9 +27,9 @@ from kvass.container import (
     read_header,
 )
 from kvass.errors import CorruptObjectError, InputError
-from kvass.keys import FORMAT_VERSION, address, address_text, content_key, next_key
+from kvass.keys import FORMAT_VERSION, Namespace, address, address_text, content_key, next_key
 from kvass.provenance import EXACT
-from kvass.spec import numpy_dtype
+from kvass.spec import KVSpec, LayerGroup, RopeSpec, numpy_dtype
 from kvass.testing import strategies
 from kvass.testing.strategies import Chunk
 from kvass.tiers.memory import BytesReader, collect
@@ -131,6 +133,33 @@ def test_stored_arrays_of_any_name_shape_and_dtype(chunk: Chunk, count: int, dat
         assert bits(found[name]) == bits(array)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"theta": 10_000},
+        {"parameters": {"sections": [16, 24, 24]}},
+        {"parameters": {"factor": None}},
+        {"parameters": {"nested": {"factor": 1.0}}},
+        {"theta": float("nan")},
+        {"theta": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_spec_that_would_be_read_as_another_is_refused(rope: dict[str, Any]) -> None:
+    """It would be written, found corrupt, and written again, for ever."""
+    fields: dict[str, Any] = {"kind": "default", "theta": 1e4, "rotary_dim": 2, **rope}
+    group = LayerGroup(
+        kind="attention", layers=(0,), kv_heads=1, head_dim=2, v_head_dim=2, dtype="float32",
+        rope=RopeSpec(**fields),
+    )  # fmt: skip
+    space = Namespace(
+        model="", weights="", config="", adapter="", spec=KVSpec(groups=(group,)), tenant="", numerics=""
+    )
+    arrays = {name: np.zeros((1, 1, 1, 2), np.float32) for name in ("k", "v")}
+    with pytest.raises(InputError, match="cannot be stored"):
+        Encoded(header_of(Chunk(space, 0, 0, as_tokens([1]), arrays)), arrays)
+
+
 # -- damage -------------------------------------------------------------------------------------------
 
 
@@ -155,17 +184,17 @@ def test_a_changed_byte_is_never_accepted(chunk: Chunk, data: st.DataObject) -> 
 
 def test_no_bit_of_a_whole_object_may_change() -> None:
     """Every bit of one small object, one after the other."""
-    group = strategies.LayerGroup(
+    group = LayerGroup(
         kind="attention", layers=(0, 1), kv_heads=1, head_dim=2, v_head_dim=2, dtype="bfloat16"
     )
-    space = strategies.Namespace(
-        model="m", weights="w", config="c", adapter="", spec=strategies.KVSpec(groups=(group,)), tenant="",
+    space = Namespace(
+        model="m", weights="w", config="c", adapter="", spec=KVSpec(groups=(group,)), tenant="",
         numerics="n",
     )  # fmt: skip
     arrays = {
         name: np.arange(1, 13).reshape(2, 3, 1, 2).astype(numpy_dtype("bfloat16")) for name in ("k", "v")
     }
-    raw = bytearray(written(Chunk(space, 0, 0, strategies.as_tokens([1, 2, 3]), arrays)))
+    raw = bytearray(written(Chunk(space, 0, 0, as_tokens([1, 2, 3]), arrays)))
     read(bytes(raw))
     for at in range(len(raw)):
         for bit in range(8) if at < 1500 or at > ALIGNMENT - 8 else (0,):

@@ -25,7 +25,7 @@ from kvass.keys import (
 from kvass.spec import KVSpec, LayerGroup
 from kvass.testing import strategies
 
-EXAMPLES = settings(deadline=None, max_examples=120)
+EXAMPLES = settings(deadline=None, max_examples=80)
 FIELDS = ("weights", "config", "adapter", "tenant", "numerics", "layout")
 
 ROOT = "3ba2670f64cdd8edd4e40d0f5939c23fb30f1bf3746ff4a1e5216748a59567f3"

@@ -491,6 +491,28 @@ def test_what_a_dead_owner_began_is_undone(shm: Path) -> None:
     assert_consistent(path, BUDGET)
 
 
+def test_room_that_the_dead_reserved_is_given_back_when_it_is_needed(shm: Path) -> None:
+    path = shm / "tier"
+    ghost = path / "owners" / ("ab" * 16)
+    with opened(path, 1 << 20) as tier:
+        tier.maintain()
+        ghost.mkdir()
+        (ghost / "lock").touch()
+        index = tier._live()
+        with index.write() as txn:
+            index.intend(txn, bytes(35), b"\xab" * 16, 600 << 10)
+            index.intend(txn, chain(1, 7)[0].address, b"\xab" * 16, 12288)
+        time.sleep(0.15)
+        assert tier.write(chain(2, 7)) == [True, True]  # not even the next `maintain` is waited for
+        assert not ghost.exists()
+        with index.write() as txn:
+            index.intend(txn, bytes(35), b"\xcd" * 16, 600 << 10)
+        time.sleep(0.15)
+        assert all(tier.write(chain(50, 8)))
+        tier.delete([chain(1, first)[0].address for first in (7, 8)])
+    assert_consistent(path, 1 << 20)
+
+
 def test_an_owner_whose_folder_is_gone_is_dead(shm: Path) -> None:
     with opened(shm / "tier", BUDGET) as tier:
         index = tier._live()

@@ -44,6 +44,13 @@ DIGITS = slice(_AT, _AT + 32)
 """Where the header's digest stands in an object."""
 
 
+def opened(tier: DirectoryTier) -> KVCache:
+    """A cache that keeps house only when told to: a file that is being replaced is gone for a moment."""
+    cache = KVCache([tier], chunk_tokens=CHUNK)
+    cache._executor._stop.set()
+    return cache
+
+
 class Bench(NamedTuple):
     """A cache over one directory tier in memory, with two texts, a branch and another tenant's in it."""
 
@@ -87,7 +94,7 @@ class Bench(NamedTuple):
 def _shared() -> Iterator[Bench]:
     path = Path(tempfile.mkdtemp(prefix="kvass-test-", dir="/dev/shm"))
     tier = DirectoryTier(path, BUDGET, name="hostile", seed=1)
-    with KVCache([tier], chunk_tokens=CHUNK) as cache:
+    with opened(tier) as cache:
         yield Bench(cache, tier)
     shutil.rmtree(path)
 
@@ -757,9 +764,7 @@ def without_privileges(function: Callable[[], None]) -> None:
 
 def test_no_permission(bench: Bench) -> None:
     def check() -> None:
-        with KVCache(
-            [DirectoryTier(bench.tier.path, BUDGET, name="unprivileged")], chunk_tokens=CHUNK
-        ) as cache:
+        with opened(DirectoryTier(bench.tier.path, BUDGET, name="unprivileged")) as cache:
             mine = Bench(cache, cache.tiers[0])  # type: ignore[arg-type]
             with pytest.raises(PermissionError):
                 file = bench.file(1)
@@ -839,7 +844,7 @@ def test_an_index_is_made_anew_over_hostile_files() -> None:
 
 def _make_anew(path: Path) -> None:
     tier = DirectoryTier(path, BUDGET, name="hostile", seed=1)
-    bench = Bench(KVCache([tier], chunk_tokens=CHUNK), tier)
+    bench = Bench(opened(tier), tier)
     bench.refill()
     texts = [text(100 + number, 0, 2 * CHUNK) for number in range(len(EVERYTHING))]
     files = []
@@ -854,7 +859,7 @@ def _make_anew(path: Path) -> None:
     (files[0].parent / ("x" * 240 + ".safetensors")).write_bytes(b"nonsense")
     (files[0].parent / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"nonsense")
     tier = DirectoryTier(path, BUDGET, name="hostile", seed=1)
-    with KVCache([tier], chunk_tokens=CHUNK) as cache:
+    with opened(tier) as cache:
         again = Bench(cache, tier)
         cache._keep_house()
         for name, tokens in zip(EVERYTHING, texts, strict=True):

@@ -39,7 +39,9 @@ def _version(name: str) -> str | None:
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], float]], rounds: int, progress: Callable[[], None] | None = None
+    sides: Mapping[str, Callable[[], float]],
+    rounds: int,
+    progress: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
     """Run every side once a round, in an order that rotates; the seconds of each, round by round."""
     names = list(sides)

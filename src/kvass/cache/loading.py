@@ -65,7 +65,8 @@ class Loader:
         while length:
             places = [(piece, self._targets(piece)) for piece in match.pieces(length, have)]
             bad: list[int] = []
-            for piece, tier, size in self._executor.io_map(partial(self._one, deadline), places):
+            spread = self._executor.io_map if ready is None else self._executor.io_stream
+            for piece, tier, size in spread(partial(self._one, deadline), places):
                 if not size:
                     bad.append(piece.start)
                     continue

@@ -25,7 +25,7 @@ from kvass.keys import KEY_BYTES, address_text
 from kvass.policy.eviction import EvictionPolicy, lru
 from kvass.tiers import rebuild
 from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
-from kvass.tiers.batches import batches, by_key
+from kvass.tiers.batches import batches, by_key, sift
 from kvass.tiers.environment import Txn, destroy
 from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, write_all
 from kvass.tiers.index import Index, Record, release
@@ -39,6 +39,8 @@ log = logging.getLogger("kvass.tiers")
 
 _BATCH = 32
 _RECONCILE_SECONDS = 10.0
+_LOOK_SECONDS = 0.1
+"""How often who lacks room asks whether those who reserved it still live."""
 _CLOSE_SECONDS = 10.0
 
 
@@ -188,22 +190,16 @@ class DirectoryTier(Tier):
 
     def open(self, address: bytes) -> AbstractContextManager[Reader]:
         self._live()
-        return self._open_object(address)
+        try:
+            return open_object(self._path(address))
+        except FileNotFoundError:
+            return self._open_leased(address)
 
-    @contextlib.contextmanager
-    def _open_object(self, one: bytes) -> Iterator[Reader]:
-        with contextlib.ExitStack() as stack:
-            try:
-                reader = stack.enter_context(open_object(self._path(one)))
-            except FileNotFoundError:
-                reader = self._open_leased(stack, one)
-            yield reader
-
-    def _open_leased(self, stack: contextlib.ExitStack, one: bytes) -> FileReader:
+    def _open_leased(self, one: bytes) -> FileReader:
         link = self._owner.leased(one)
         if link is not None:
             with contextlib.suppress(FileNotFoundError):
-                return stack.enter_context(open_object(link))
+                return open_object(link)
         self._remover.note_missing([one])
         raise KeyError(address_text(one)) from None
 
@@ -287,15 +283,16 @@ class DirectoryTier(Tier):
     ) -> tuple[set[bytes], list[WriteItem]]:
         """Addresses that are there already, and the items for which room is now reserved."""
         while True:
+            reserved: list[WriteItem] = []
             with index.write() as txn:
-                there, wanted = self._sift(index, txn, items)
+                found = sift(index, txn, items, self._remover.most(index))
                 room = self._remover.room(index, txn)
-                lacking = sum(charge(item.blob.size) for item in wanted) - room
+                lacking = sum(charge(item.blob.size) for item in found.wanted) - room
                 if lacking > 0 and self._remover.evict(index, txn, lacking, keep):
                     continue
-                reserved: list[WriteItem] = []
-                without: set[bytes] = set()
-                for parts in by_key(wanted):  # all or none: what they supersede was whole
+                dead = (lacking > 0 or found.taken) and self._may_be_dead(index, txn, owner)
+                without = set(found.large)
+                for parts in by_key(found.wanted if not dead else ()):  # all or none: as what they supersede
                     needed = sum(charge(item.blob.size) for item in parts)
                     if needed > room or any(item.parent in without for item in parts):
                         without.update(item.address for item in parts)
@@ -304,28 +301,19 @@ class DirectoryTier(Tier):
                         index.intend(txn, item.address, owner.id, charge(item.blob.size))
                     reserved += parts
                     room -= needed
+            if dead:
+                self._reconcile(index)
+                continue
             if without:
                 self._dropped("full", len(without), f"no room within {self._budget} bytes")
-            return there, reserved
+            if found.orphans:
+                self._dropped("orphan", found.orphans)
+            return found.there, reserved
 
-    def _sift(self, index: Index, txn: Txn, items: Sequence[WriteItem]) -> tuple[set[bytes], list[WriteItem]]:
-        """Addresses that are there already, and the items that might be stored: room is made for no other."""
-        there: set[bytes] = set()
-        wanted: dict[bytes, WriteItem] = {}
-        most = self._remover.most(index)
-        for item in items:
-            one, parent = item.address, item.parent
-            if index.get(txn, one) is not None:
-                there.add(one)
-            elif one in wanted or index.intent(txn, one) is not None:
-                continue
-            elif charge(item.blob.size) > most:
-                self._dropped("full", 1, f"no room within {self._budget} bytes")
-            elif parent is None or parent in wanted or index.get(txn, parent) is not None:
-                wanted[one] = item
-            else:
-                self._dropped("orphan", 1)
-        return there, list(wanted.values())
+    def _may_be_dead(self, index: Index, txn: Txn, owner: Owner) -> bool:
+        """Whether others hold reservations, and nobody has looked of late if they live."""
+        looked = time.monotonic() - self._reconciled < _LOOK_SECONDS
+        return not looked and bool(index.writers(txn) - {owner.id})
 
     def _write_file(self, owner: Owner, item: WriteItem) -> bool:
         """Write an object and rename it into place. On failure nothing is left and False returned."""
@@ -449,8 +437,11 @@ class DirectoryTier(Tier):
             self._remover.mend(index)
             self._remover.shrink(index)
             if time.monotonic() - self._reconciled > _RECONCILE_SECONDS:
-                self._reconciled = time.monotonic()
-                reconcile(self.path, index, self._owner)
+                self._reconcile(index)
+
+    def _reconcile(self, index: Index) -> None:
+        self._reconciled = time.monotonic()
+        reconcile(self.path, index, self._owner)
 
     def _reopen(self) -> None:
         if self._index is not None:

@@ -223,10 +223,12 @@ def destroy(folder: Path) -> None:
 
 def _preallocate(lock: Path) -> None:
     """Give LMDB's lock file all its blocks: mapping a hole of a full disk kills the process (SIGBUS)."""
+    with contextlib.suppress(FileNotFoundError):
+        if lock.stat().st_size >= _LOCK_BYTES:
+            return  # not even opened: closing it would give up the locks that this process holds on it
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(fd).st_size < _LOCK_BYTES:
-            os.posix_fallocate(fd, 0, _LOCK_BYTES)
+        os.posix_fallocate(fd, 0, _LOCK_BYTES)
     finally:
         os.close(fd)
 

@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvass.container import Buffer
@@ -19,16 +19,20 @@ _NO_OBJECT = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM,
 """What opening answers for a link, a socket or a file that is not ours: this is no object of ours."""
 
 
-class FileReader:
+class FileReader(contextlib.AbstractContextManager["FileReader"]):
     """An open object file. Reading goes on undisturbed when the file is unlinked meanwhile."""
 
     def __init__(self, fd: int):
-        """Raises CorruptObjectError for anything but a regular file."""
+        """Takes the descriptor over. Raises CorruptObjectError for anything but a regular file."""
+        self._fd = fd
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
             raise CorruptObjectError("object is not a regular file")
-        self._fd = fd
         self.size = status.st_size
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers; a short read is continued, an end of file is corruption."""
@@ -44,10 +48,9 @@ class FileReader:
             pending = _advance(pending, got)
 
 
-@contextlib.contextmanager
-def open_object(path: Path) -> Iterator[FileReader]:
-    """Open an object file without ever waiting. Raises FileNotFoundError, CorruptObjectError for what is
-    no regular file of ours, TierError for anything else."""
+def open_object(path: Path) -> FileReader:
+    """Open an object file without ever waiting; to be used as a context manager. Raises FileNotFoundError,
+    CorruptObjectError for what is no regular file of ours, TierError for anything else."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -58,10 +61,7 @@ def open_object(path: Path) -> Iterator[FileReader]:
         if error.errno in _NO_OBJECT:
             raise CorruptObjectError(f"object is no file that may be read: {error}") from error
         raise TierError(f"cannot open an object: {error}") from error
-    try:
-        yield FileReader(fd)
-    finally:
-        os.close(fd)
+    return FileReader(fd)
 
 
 def write_all(fd: int, buffers: Sequence[Buffer], offset: int) -> None:

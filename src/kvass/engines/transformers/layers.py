@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -60,7 +61,7 @@ def kv_spec(model: torch.nn.Module) -> KVSpec:
             LayerGroup(
                 kind="sliding" if window else "attention", layers=tuple(layers), kv_heads=heads, head_dim=dim,
                 v_head_dim=v_dim, dtype=dtype.removeprefix("torch."), window=window,
-                rope=RopeSpec(**json.loads(rope)) if rope != "null" else None,
+                rope=_rope_spec(rope),
             )
         )  # fmt: skip
     return KVSpec(groups=tuple(made))
@@ -187,6 +188,14 @@ def _rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     return {"": found} if found else {}
 
 
+def _rope_spec(text: str) -> RopeSpec | None:
+    """Checked and in one form, so that what is written is what is read again: `[1]` becomes `[1.0]`."""
+    try:
+        return msgspec.json.decode(text, type=RopeSpec | None)
+    except msgspec.ValidationError as error:
+        raise UnsupportedModelError(f"the model's RoPE parameters cannot be stored: {error}") from error
+
+
 def _rope(config: Any, layer: int, head_dim: int) -> dict[str, Any] | None:
     by_type = _rope_parameters(config)
     types = getattr(config, "layer_types", None)
@@ -194,7 +203,9 @@ def _rope(config: Any, layer: int, head_dim: int) -> dict[str, Any] | None:
     if parameters is None:
         return None
     rest = {
-        k: v for k, v in parameters.items() if k not in ("rope_type", "rope_theta", "partial_rotary_factor")
+        k: v
+        for k, v in parameters.items()
+        if v is not None and k not in ("rope_type", "rope_theta", "partial_rotary_factor")
     }
     return {
         "kind": parameters.get("rope_type", "default"),
