@@ -466,6 +466,37 @@ def test_a_map_that_is_left_waits_for_what_runs_and_drops_the_rest() -> None:
     workers.close(5)
 
 
+def test_shared_work_is_done_once_and_waits_for_no_stranger() -> None:
+    workers, release = Workers(2, "test"), threading.Event()
+    assert workers.share(lambda number: number * number, range(50)) == [
+        number * number for number in range(50)
+    ]
+    assert workers.share(lambda number: number, []) == []
+    stranger = workers.submit(lambda: release.wait(30))
+    began = time.monotonic()
+    assert workers.share(lambda number: number, range(10)) == list(range(10))  # with the thread that is free
+    assert took(began) < 5
+    release.set()
+    stranger.result(5)
+    done: list[int] = []
+
+    def fail(number: int) -> int:
+        time.sleep(0.01)
+        done.append(number)
+        if number == 2:
+            raise KeyError(number)
+        return number
+
+    with pytest.raises(KeyError):
+        workers.share(fail, range(8))
+    count = len(done)
+    time.sleep(0.05)
+    assert len(done) == count  # nothing runs any more
+    workers.close(5)
+    with pytest.raises(TierUnavailableError):
+        workers.share(fail, range(8))
+
+
 def test_closing_gives_up_on_a_job_that_stands_still_only() -> None:
     workers, release = Workers(1, "test"), threading.Event()
     for _ in range(20):

@@ -3,21 +3,31 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from fixtures.world import CHUNK, WINDOWED, blank, hit, kv, namespace, prompt, same, store
+from fixtures.world import CHUNK, WINDOWED, blank, group, hit, kv, namespace, prompt, same, store
 from kvass import metrics
-from kvass.cache import KVCache
+from kvass.cache import KVCache, kvcache
+from kvass.cache.blobs import TierBlob
+from kvass.cache.moving import copy
+from kvass.codecs import registry
+from kvass.codecs.raw import Raw
 from kvass.config import Settings
+from kvass.container import Encoded
 from kvass.errors import ConfigError, InputError, TierError, TierUnavailableError
 from kvass.keys import address, address_text, chain
+from kvass.spec import KVSpec, numpy_dtype
 from kvass.testing.clock import ManualClock
+from kvass.testing.tiers import Sequencer
+from kvass.testing.tiers import text as ids
 from kvass.tiers.base import Tier
 from kvass.tiers.directory import DirectoryTier
-from kvass.tiers.memory import MemoryTier
+from kvass.tiers.memory import BytesBlob, MemoryTier, collect
 
 SPACE = namespace()
 BOTH = namespace(WINDOWED)
@@ -558,3 +568,158 @@ def test_another_user_may_not_look_into_a_tier(shm: Path) -> None:
         )
         paths = [str(tier.path) for tier in cache.tiers]
         subprocess.run([sys.executable, "-c", script, *paths], check=True)
+
+
+# -- races and plugins ----------------------------------------------------------------------------
+
+
+def test_an_object_that_changes_before_it_is_copied_is_not_copied() -> None:
+    source, target = MemoryTier(MB, name="source"), MemoryTier(MB, name="target")
+    items = Sequencer(size=9000).items([ids(1), ids(2)])
+    source.write(items)
+    gone, changed = (TierBlob(source, item.address) for item in items)
+    source.delete([items[0].address])
+    source.write([items[0], items[1]._replace(blob=BytesBlob(bytes(5000)))])
+    assert target.write([items[0]._replace(blob=gone)]) == [True]
+    assert target.write([items[1]._replace(blob=changed)]) == [False]
+    source.delete([items[0].address])
+    with pytest.raises(TierError, match="evicted"):
+        next(gone.pieces())
+    assert TierBlob(source, items[0].address).size == 0
+
+
+def test_a_cascade_leaves_out_what_follows_a_gap() -> None:
+    source, target = MemoryTier(MB, name="source"), MemoryTier(MB, name="target")
+    items = Sequencer(groups=2, size=9000).items([ids(1), ids(2), ids(3)])
+    source.write([item for item in items if item.address[32] == 0])
+    source.write([items[1]])
+    copy(source, target, items, map)
+    assert target.contains([item.address for item in items]) == [True, True, True, False, True, False]
+
+
+def test_a_tail_that_cannot_be_read_is_not_promoted(make_cache) -> None:
+    cache = make_cache(16 * MB, 16 * MB)
+    tokens = prompt(1, 3 * CHUNK + 10)
+    store(cache, tokens)
+    cache.tiers[0].delete([address(chain(SPACE.root(), tokens, CHUNK)[0], 0)])
+    asked = np.concatenate([tokens[:-4], prompt(8, 9)])
+    match = cache.lookup(asked, SPACE)
+    spoil(cache.tiers[1], match.child[1].address, 200)
+    cache._copy_up(match, match.length)
+    assert cache.stats()["host"].objects == 3
+
+
+def test_forget_does_not_go_on_for_ever() -> None:
+    class Stubborn(MemoryTier):
+        def delete(self, addresses) -> int:
+            return 0
+
+    with KVCache([Stubborn(MB)], chunk_tokens=CHUNK) as cache:
+        store(cache, prompt(1, 10))
+        assert cache.forget(prompt(1, 10), SPACE) == 0
+
+
+def test_a_use_that_cannot_be_noted_is_no_failure() -> None:
+    class Forgetful(MemoryTier):
+        def touch(self, addresses) -> None:
+            raise TierError("no")
+
+    with KVCache([Forgetful(MB)], chunk_tokens=CHUNK) as cache:
+        store(cache, prompt(1, 40))
+        assert hit(cache, prompt(1, 40)) == 40
+
+
+def test_a_quarantine_that_fails_is_no_failure(make_cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    store(cache, prompt(1, 40))
+    spoil(cache.tiers[0], cache.lookup(prompt(1, 40), SPACE).pieces()[1].address)
+
+    def failing(one: bytes) -> None:
+        raise TierError("no")
+
+    monkeypatch.setattr(cache.tiers[0], "quarantine", failing)
+    before = counted(metrics.errors, "host", "quarantine")
+    assert hit(cache, prompt(1, 40)) == CHUNK
+    cache.flush()
+    assert counted(metrics.errors, "host", "quarantine") == before + 1
+
+
+def test_a_load_while_the_cache_closes_loads_nothing(make_cache) -> None:
+    cache = make_cache()
+    store(cache, prompt(1, 40))
+    match = cache.lookup(prompt(1, 40), SPACE)
+    cache._executor._io.close(5)
+    assert cache.load(match, blank(SPACE, 40)).tokens == 0
+    assert cache.load(match, blank(SPACE, 40), ready=lambda count: None).tokens == 0
+
+
+def test_what_an_interpreter_leaves_open_is_closed(make_cache) -> None:
+    cache = make_cache()
+    store(cache, prompt(1, 40))
+    kvcache._close_all()
+    assert cache.stats() == {}
+
+
+@pytest.mark.parametrize("harm", ["another", "dtype"])
+def test_verify_finds_what_only_its_address_gives_away(make_cache, harm: str) -> None:
+    cache = make_cache()
+    store(cache, prompt(1, 40))
+    one, other, _ = sorted(cache.entries(), key=lambda chunk: chunk.entry.position)
+    path = cache.tiers[0]._path(one.entry.address)
+    if harm == "another":
+        path.write_bytes(cache.tiers[0]._path(other.entry.address).read_bytes())
+    else:
+        header = one.header()
+        strange = msgspec.structs.replace(
+            header, namespace=namespace(KVSpec(groups=(group(dtype="int3"),))), digests={}
+        )
+        path.write_bytes(collect(Encoded(strange, one.arrays())))
+    assert cache.verify()[1] == [one.address]
+    assert cache.lookup(prompt(1, 40), SPACE).length == 0
+
+
+def test_codecs_of_other_packages_are_found(make_cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flipped(Raw):
+        name = "flipped"
+        in_place = False
+
+        def encode(self, arrays, spec):
+            return {name: array.view(np.uint16) ^ 0xFFFF for name, array in arrays.items()}
+
+        def decode(self, stored, spec, tokens):
+            return {name: (array ^ 0xFFFF).view(numpy_dtype(spec.dtype)) for name, array in stored.items()}
+
+    class Lossy(Flipped):
+        name = "lossy"
+
+        def decode(self, stored, spec, tokens):
+            return {name: array[:, 1:] for name, array in super().decode(stored, spec, tokens).items()}
+
+    points = [
+        EntryPoint("flipped", "x:Flipped", "kvass.codecs"),
+        EntryPoint("lossy", "x:Lossy", "kvass.codecs"),
+    ]
+    monkeypatch.setattr(EntryPoint, "load", lambda self: {"flipped": Flipped, "lossy": Lossy}[self.name])
+    monkeypatch.setattr(registry, "entry_points", lambda **_: points)
+    for coder, wanted in ((Flipped(), 40), (Lossy(), 0)):
+        writer = make_cache()
+        writer._codec = coder
+        # Another array type than the container knows would be refused; as float16 they are stored.
+        monkeypatch.setattr(type(coder), "encode", _as_float16(type(coder).encode), raising=True)
+        monkeypatch.setattr(type(coder), "decode", _from_float16(type(coder).decode), raising=True)
+        tokens = prompt((coder.lossless and 1) or 2, 40) if wanted else prompt(3, 40)
+        store(writer, tokens)
+        writer._codec = Raw()
+        assert hit(writer, tokens) == wanted
+        assert hit(writer, tokens[:20]) == min(20, wanted)
+        writer.close()
+
+
+def _as_float16(encode):
+    return lambda self, arrays, spec: {n: a.view(np.float16) for n, a in encode(self, arrays, spec).items()}
+
+
+def _from_float16(decode):
+    return lambda self, stored, spec, tokens: decode(
+        self, {name: array.view(np.uint16) for name, array in stored.items()}, spec, tokens
+    )

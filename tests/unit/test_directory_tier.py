@@ -866,3 +866,113 @@ def test_one_leaf_that_may_go_is_found_among_many_that_may_not(
         index = tier._live()
         with index.write() as txn:
             assert tier._remover.evict(index, txn, 1, set()) == 0
+
+
+# -- what LMDB answers when it is opened ----------------------------------------------------------
+
+
+class _Ailing:
+    """An environment whose transactions fail."""
+
+    def __init__(self, real: object, error: Exception):
+        self._real = real
+        self._error = error
+
+    def begin(self, **_: object) -> object:
+        raise self._error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("error", [lmdb.CorruptedError("a page"), lmdb.InvalidError("no LMDB file")])
+@pytest.mark.parametrize("when", ["opening", "naming"])
+def test_damage_that_shows_on_opening_is_rebuilt(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, when: str
+) -> None:
+    path = shm / "tier"
+    fill(path)
+    real, count = lmdb.open, [0]
+
+    def once(*arguments: object, **keywords: object) -> object:
+        count[0] += 1
+        if count[0] > 1:
+            return real(*arguments, **keywords)
+        if when == "opening":
+            raise error
+        return _Ailing(real(*arguments, **keywords), error)
+
+    monkeypatch.setattr(lmdb, "open", once)
+    with opened(path, BUDGET) as tier:
+        assert count[0] == 2
+        assert loaded(tier) == 100
+    assert_consistent(path, BUDGET)
+
+
+def test_an_index_that_cannot_name_its_databases_is_left_as_it_is(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shm / "tier"
+    fill(path)
+    inode = (path / "index" / "data.mdb").stat().st_ino
+    real = lmdb.open
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            lmdb,
+            "open",
+            lambda *arguments, **keywords: _Ailing(real(*arguments, **keywords), lmdb.Error("no")),
+        )
+        with pytest.raises(TierUnavailableError, match="cannot open"):
+            DirectoryTier(path, BUDGET, name="host")
+    assert (path / "index" / "data.mdb").stat().st_ino == inode
+    with opened(path, BUDGET) as tier:
+        assert loaded(tier) == 100
+
+
+def test_an_empty_or_missing_data_file_is_a_new_index(shm: Path) -> None:
+    path = shm / "tier"
+    fill(path)
+    (path / "index" / "data.mdb").write_bytes(b"")
+    with opened(path, BUDGET) as tier:
+        assert loaded(tier) == 100
+    (path / "index" / "data.mdb").unlink()
+    with opened(path, BUDGET) as tier:
+        assert loaded(tier) == 100
+    assert_consistent(path, BUDGET)
+
+
+def test_a_damaged_index_that_is_gone_already_needs_no_destroying(shm: Path) -> None:
+    with opened(shm / "tier", BUDGET) as tier:
+        index = tier._live()
+        index.broken = index.damaged = True
+        (shm / "tier" / "index" / "data.mdb").unlink()
+        assert not index.unsound()
+        assert index.bytes_on_disk() == 0
+        tier.maintain()
+        assert tier.usage().objects == 0
+
+
+def test_files_that_go_during_a_rebuild_are_passed_over(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shm / "tier"
+    fill(path)
+    shutil.rmtree(path / "index")
+    real, count = rebuild._describe, [0]
+
+    def vanishing(base: Path, file: Path):
+        count[0] += 1
+        if count[0] in (3, 20):  # once while looking, once while entering
+            raise FileNotFoundError(file)
+        return real(base, file)
+
+    monkeypatch.setattr(rebuild, "_describe", vanishing)
+    with opened(path, BUDGET) as tier:
+        assert 0 < tier.usage().objects < 14
+
+
+def test_a_child_is_only_inserted_below_its_parent(shm: Path) -> None:
+    with opened(shm / "tier", BUDGET) as tier:
+        index = tier._live()
+        record = Record(1, 1, 1, 0, 0.0, 0.0, 0.0, bytes(34) + b"\1", bytes(32))
+        with pytest.raises(AssertionError, match="below its parent"), index.write() as txn:
+            index.insert(txn, bytes(35), record, None)
+        assert tier.usage().objects == 0

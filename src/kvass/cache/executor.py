@@ -160,8 +160,9 @@ class Workers:
         futures: list[Future[None]] = []
         try:
             futures.extend(self.submit(work) for _ in range(min(len(self._threads), len(todo))))
-            for future in futures:
-                future.result()
+            for number, future in enumerate(futures):
+                if not number or not future.cancel():  # once one is through, who has not begun need not
+                    future.result()
         finally:
             wait([future for future in futures if not future.cancel()])
         return [found[number] for number in range(len(todo))]

@@ -367,8 +367,8 @@ class TierConformance:
 
     def test_delete_takes_children_that_lack_their_primary_part(self, tier: Tier) -> None:
         items = self._chain(2, groups=2)
-        broken = items[2]._replace(blob=_Broken(self.payload, OSError("no")))
-        assert tier.write([items[0], items[1], broken, items[3]]) == [True, True, False, True]
+        assert tier.write(items[:2]) == [True, True]
+        assert tier.write([items[3]]) == [True]
         assert tier.delete([items[0].address]) == 3
         assert tier.usage().objects == 0
 

@@ -25,10 +25,13 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
     def __init__(self, fd: int):
         """Takes the descriptor over. Raises CorruptObjectError for anything but a regular file."""
         self._fd = fd
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptObjectError("object is not a regular file")
+        except BaseException:
             os.close(fd)
-            raise CorruptObjectError("object is not a regular file")
+            raise
         self.size = status.st_size
 
     def __exit__(self, *_: object) -> None:
