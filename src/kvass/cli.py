@@ -190,12 +190,10 @@ def _find(cache: KVCache, settings: Settings, key: str) -> tuple[StoredChunk, An
     plain = key.replace("…", "")
     found: dict[str, tuple[StoredChunk, Any]] = {}
     for stored, header in _own(cache, settings):
-        if stored.address.startswith(plain.split("-")[0]) and plain:
+        if plain and stored.address.startswith(plain.split("-")[0]):
             found.setdefault(stored.address, (stored, header))
-        if len(found) > 1 and plain not in found:
-            exact = [address for address in found if address == plain]
-            if not exact and len({address.split("-")[0] for address in found}) > 1:
-                raise InputError(f"{key!r} is the beginning of several addresses; give more of it")
+        if len({address.split("-")[0] for address in found}) > 1:  # parts of one key are one thing
+            raise InputError(f"{key!r} is the beginning of several addresses; give more of it")
     chosen = found.get(plain) or next(iter(found.values()), None)
     if chosen is None:
         raise InputError(f"nothing is stored under {key!r}; `kvass ls` lists what is")
