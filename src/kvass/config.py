@@ -18,7 +18,7 @@ def _cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvass"
 
 
-def _config_file() -> Path | None:
+def config_file() -> Path | None:
     named = os.environ.get(_FILE_VARIABLE)
     if named:
         if not Path(named).is_file():
@@ -66,8 +66,37 @@ class Settings(BaseSettings):
     tenant_salt: str = Field(
         default="", repr=False, description="Secret mixed into every root, so that tenants never share hits."
     )
+    state_path: Path = Field(
+        default_factory=lambda: _cache_home() / "state",
+        description="Directory for what a server remembers: the ids of its answers.",
+    )
+    api_keys_file: Path | None = Field(
+        default=None, description="TOML file of a server's tenants and the hashes of their API keys."
+    )
+    api_keys: str = Field(
+        default="", repr=False, description="API keys as tenant=key pairs with commas between, or hashes."
+    )
+    public_tenants: str = Field(
+        default="",
+        description="Tenants, with commas between, whose stored state every tenant of a server may read.",
+    )
+    serve_slots: int = Field(
+        default=4, ge=1, le=256, description="Requests that a server works on in turn; others queue."
+    )
+    serve_queue: int = Field(
+        default=64, ge=1, le=100_000, description="Requests that may queue; past it a server answers 429."
+    )
+    serve_body_bytes: int = Field(
+        default=8 << 20, ge=1024, description="Bytes a request's body may have; past it a server answers 413."
+    )
+    serve_receive_seconds: float = Field(
+        default=20.0, gt=0, description="Seconds in which a request's head, and then its body, must arrive."
+    )
+    serve_grace_seconds: float = Field(
+        default=30.0, ge=0, description="Seconds that running requests get to finish when a server stops."
+    )
 
-    @field_validator("host_path", "disk_path", "models_path")
+    @field_validator("host_path", "disk_path", "models_path", "state_path")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
@@ -104,7 +133,7 @@ class _TomlFile(PydanticBaseSettingsSource):
         raise AssertionError("unused: __call__ returns the whole file")
 
     def __call__(self) -> dict[str, Any]:
-        path = _config_file()
+        path = config_file()
         if path is None:
             return {}
         try:

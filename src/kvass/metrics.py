@@ -1,6 +1,6 @@
 """Prometheus metrics, in a registry of kvass's own; docs/operations.md describes each."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 registry = CollectorRegistry()
 
@@ -14,7 +14,11 @@ load_bytes = Counter(
     "kvass_load_bytes", "Bytes of KV read and verified, by tier.", ["tier"], registry=registry
 )
 load_seconds = Histogram(
-    "kvass_load_seconds", "Time of one load of a whole match.", registry=registry, buckets=_SECONDS
+    "kvass_load_seconds",
+    "Time of one load of a whole match, by the slowest tier that it read.",
+    ["tier"],
+    registry=registry,
+    buckets=_SECONDS,
 )
 store_bytes = Counter("kvass_store_bytes", "Bytes of objects written, by tier.", ["tier"], registry=registry)
 store_seconds = Histogram(
@@ -48,3 +52,28 @@ errors = Counter(
     ["tier", "operation"],
     registry=registry,
 )
+requests = Counter(
+    "kvass_requests",
+    "Requests to the server, by endpoint and status.",
+    ["endpoint", "status"],
+    registry=registry,
+)
+failed_requests = Counter(
+    "kvass_failed_requests", "Requests that ended in an error of the server's own.", registry=registry
+)
+queued_requests = Gauge("kvass_queued_requests", "Answers that wait for their turn.", registry=registry)
+active_requests = Gauge("kvass_active_requests", "Answers that are being computed.", registry=registry)
+ttft_seconds = Histogram(
+    "kvass_ttft_seconds",
+    "Time from a request's arrival to its first token, by what was loaded of its prompt (none, part, most).",
+    ["hit"],
+    registry=registry,
+    buckets=(*_SECONDS, 30.0, 60.0, 120.0),
+)
+prompt_tokens = Counter(
+    "kvass_prompt_tokens",
+    "Prompt tokens of the server's requests, by origin (tiers, computed).",
+    ["origin"],
+    registry=registry,
+)
+completion_tokens = Counter("kvass_completion_tokens", "Tokens that the server wrote.", registry=registry)

@@ -150,7 +150,7 @@ def test_temperature_and_cuts_mean_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("bad", "name"),
     [
-        ({"max_tokens": 0}, "max_tokens"), ({"temperature": -0.1}, "temperature"),
+        ({"max_tokens": -1}, "max_tokens"), ({"temperature": -0.1}, "temperature"),
         ({"temperature": 101.0}, "temperature"), ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_p": float("nan")}, "top_p"),
         ({"top_k": -1}, "top_k"), ({"stop": ("",)}, "stop"), ({"stop": "text"}, "stop"),

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from kvass import KVCache, KVSpec, LayerGroup, Namespace, Pool, Settings
+from kvass.cli import app
 from kvass.keys import tenant_digest
 
 
@@ -120,7 +123,43 @@ def test_unknown_settings_are_named(store: Path, monkeypatch: pytest.MonkeyPatch
     assert "KVASS_HOST_BYTE" in kvass("stats", code=2)
 
 
-def test_help_of_every_command_has_an_example_or_a_reason(store: Path) -> None:
-    for command in ("ls", "show", "verify", "rm", "stats", "explain", "demo", "conformance"):
-        assert "Example" in kvass(command, "--help")
-    assert "ttft" in kvass("bench", "--help")
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The names of every command, below every group."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("path", sorted(commands()), ids=" ".join)
+def test_help_of_every_command_shows_an_example(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*path, "--help"])
+    assert shown.exit_code == 0
+    assert f"Example: kvass {' '.join(path)}" in shown.output
+
+
+def test_the_command_line_imports_neither_an_engine_nor_a_server() -> None:
+    script = "import kvass.cli, sys; print([m for m in ('torch', 'fastapi', 'uvicorn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_shells_complete_commands() -> None:
+    script = "import sys; from kvass.cli import main; sys.argv[0] = 'kvass'; main()"
+
+    def run(*arguments: str, **variables: str) -> str:
+        environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"} | variables
+        return subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+        ).stdout
+
+    shown = run("--show-completion", "bash")
+    assert "complete -o default -F _kvass_completion kvass" in shown
+    asked = {"_KVASS_COMPLETE": "complete_bash", "COMP_WORDS": "kvass do", "COMP_CWORD": "1"}
+    assert run(**asked).split() == ["doctor"]
+    assert "--install-completion" in run("--help")

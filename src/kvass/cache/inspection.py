@@ -1,9 +1,15 @@
 """Looking at what is stored: why a prompt hit as far as it did, and single objects as arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from kvass.cache.finding import Failed, nearest
+from kvass.cache.match import Match, Piece
+from kvass.cache.moving import FAILURES, stored_tokens
+from kvass.chunks import Tokens
 from kvass.codecs.registry import codec_of
 from kvass.container import MAX_HEADER_BYTES, Array, Header, Parsed, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError, UnsupportedModelError
@@ -26,6 +32,89 @@ class Explanation(NamedTuple):
     hit: int
     reason: str
     difference: Difference | None
+
+
+def explanation(tiers: Sequence[Tier], failed: Failed, match: Match, context: int) -> Explanation:
+    """Why a lookup's match ended, with up to `context` tokens of both texts from there on."""
+    size, hit = match.tokens.size, match.length
+    if hit == size:
+        return Explanation(size, hit, "everything is stored", None)
+    stored = _stored_from(tiers, failed, match, context)
+    if not stored.size:
+        reason = "nothing that is stored goes on like this prompt"
+        if not hit:
+            reason = "nothing is stored that begins like this prompt"
+        return Explanation(size, hit, reason, None)
+    if stored[0] == match.tokens[hit]:
+        return Explanation(size, hit, "more is stored, but not of all the model's layer groups", None)
+    difference = Difference(hit, match.tokens[hit : hit + context].tolist(), stored.tolist())
+    return Explanation(size, hit, f"token {hit} differs from what is stored", difference)
+
+
+def _stored_from(tiers: Sequence[Tier], failed: Failed, match: Match, context: int) -> Tokens:
+    """The nearest stored text from the end of a match on, up to `context` tokens."""
+    start = sum(count for _, count in match.runs) * match.chunk_tokens
+    end = match.length + context
+    found: list[Tokens] = []
+    for tokens in _chunks_from(tiers, failed, match, start, end):
+        found.append(tokens)
+        if start + sum(map(len, found)) >= end:
+            break
+    text = np.concatenate(found) if found else match.tokens[:0]
+    return text[match.length - start : end - start]
+
+
+def _chunks_from(
+    tiers: Sequence[Tier], failed: Failed, match: Match, start: int, end: int
+) -> Iterator[Tokens]:
+    """Stored chunks from `start`, a chunk's start, on: the one nearest to the prompt and what follows it.
+
+    Tiers find a chunk by its tokens. One that agrees in none, or that follows a text which is not the
+    prompt's, is found by a scan; it takes the one that was used last.
+    """
+    root, size = match.namespace.root(), match.chunk_tokens
+    parent = address(match.keys[start // size - 1], 0) if start else address(root, 0)
+    child = match.child or nearest(tiers, failed, parent, match.tokens[start:][:size])
+    if child is not None:
+        tokens = _tokens(tiers, child[0], child[1].address)
+        if tokens is None:
+            return
+        yield tokens
+        if tokens.size < size:
+            return
+        parent, start = child[1].address, start + size
+    elif not start:
+        return  # whatever else begins a text under this root has nothing to do with this one
+    following = _by_parent(tiers, failed, root, start, end)
+    while parent in following:
+        number, entry = following[parent]
+        tokens = _tokens(tiers, number, entry.address)
+        if tokens is None or not tokens.size:
+            return
+        yield tokens
+        parent = entry.address
+
+
+def _by_parent(
+    tiers: Sequence[Tier], failed: Failed, root: bytes, start: int, end: int
+) -> dict[bytes, tuple[int, Entry]]:
+    """For each parent, which of its children at positions from `start` to `end` was used last."""
+    found: dict[bytes, tuple[int, Entry]] = {}
+    for number, tier in enumerate(tiers):
+        try:
+            for entry in tier.scan():
+                if entry.root != root or entry.parent is None or not start <= entry.position < end:
+                    continue
+                known = found.get(entry.parent)
+                if known is None or entry.accessed > known[1].accessed:
+                    found[entry.parent] = (number, entry)
+        except FAILURES as error:
+            failed(tier, "scan", error)
+    return found
+
+
+def _tokens(tiers: Sequence[Tier], number: int, one: bytes) -> Tokens | None:
+    return stored_tokens(tiers[number], Piece(0, 0, one, 0, 0, 0, number))
 
 
 @dataclass(frozen=True, slots=True)

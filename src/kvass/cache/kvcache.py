@@ -19,11 +19,11 @@ import numpy.typing as npt
 from kvass import metrics
 from kvass.cache.blobs import NO_BLOB
 from kvass.cache.executor import Copying, Executor
-from kvass.cache.finding import find, nearest
-from kvass.cache.inspection import Difference, Explanation, StoredChunk, opener
+from kvass.cache.finding import find
+from kvass.cache.inspection import Explanation, StoredChunk, explanation, opener
 from kvass.cache.loading import Loader, LoadResult, Ready
-from kvass.cache.match import Match, Piece
-from kvass.cache.moving import FAILURES, copy, lacking, promotions, sequence_items, stored_tokens
+from kvass.cache.match import Match
+from kvass.cache.moving import FAILURES, copy, lacking, promotions, sequence_items
 from kvass.cache.pool import KVView, Pool
 from kvass.chunks import Tokens, as_tokens
 from kvass.clock import Clock, system_clock
@@ -146,16 +146,24 @@ class KVCache:
         *,
         limit: int | None = None,
         keys: list[bytes] | None = None,
+        others: Sequence[Namespace] = (),
     ) -> Match:
         """The longest beginning of `tokens` that is stored, to the token, at most `limit` tokens.
 
-        `keys`: the chain of the whole chunks, where the caller has it already. Costs one index read a
-        chunk. Never raises because of a tier. Raises InputError for unusable tokens.
+        `keys`: the chain of the whole chunks, where the caller has it already. `others`: namespaces that
+        the caller may read too, looked at where `namespace` does not have all; the longest match is
+        returned, and names its own. Costs one index read a chunk and namespace. Never raises because of a
+        tier. Raises InputError for unusable tokens.
         """
         began = time.perf_counter()
         array = as_tokens(tokens)
         limit = array.size if limit is None else max(0, min(limit, array.size))
-        match = find(self._usable(), self._failed, array, namespace, self.chunk_tokens, limit, keys)
+        tiers = self._usable()
+        match = find(tiers, self._failed, array, namespace, self.chunk_tokens, limit, keys)
+        for other in others:
+            if match.length < limit:
+                more = find(tiers, self._failed, array, other, self.chunk_tokens, limit, None)
+                match = more if more.length > match.length else match
         metrics.lookup_tokens.labels("hit").inc(match.length)
         metrics.lookup_tokens.labels("miss").inc(array.size - match.length)
         metrics.lookup_seconds.observe(time.perf_counter() - began)
@@ -180,7 +188,9 @@ class KVCache:
         except TierUnavailableError:  # the cache was closed meanwhile
             return LoadResult(0, 0, 0, 0.0, {})
         self._after_load(match, result)
-        metrics.load_seconds.observe(result.seconds)
+        used = [tier.name for tier in tiers if tier.name in result.tiers]
+        if used:
+            metrics.load_seconds.labels(used[-1]).observe(result.seconds)
         for name, size in result.tiers.items():
             metrics.load_bytes.labels(name).inc(size)
         return result
@@ -345,34 +355,9 @@ class KVCache:
 
     def explain(self, tokens: TokenIds, namespace: Namespace, *, context: int = 16) -> Explanation:
         """Why a prompt hits as far as it does: the first token that differs from the nearest stored text,
-        and up to `context` tokens of both from there on."""
-        match = self.lookup(tokens, namespace)
-        size, hit = match.tokens.size, match.length
-        if hit == size:
-            return Explanation(size, hit, "everything is stored", None)
-        chunks = sum(count for _, count in match.runs)
-        stored = self._text_behind(match, chunks)
-        if stored is None and not hit:
-            return Explanation(size, hit, "nothing is stored that begins like this prompt", None)
-        at = hit - chunks * self.chunk_tokens
-        if stored is None or at >= stored.size:
-            return Explanation(size, hit, "nothing that is stored goes on like this prompt", None)
-        difference = Difference(
-            hit, match.tokens[hit : hit + context].tolist(), stored[at : at + context].tolist()
-        )
-        return Explanation(size, hit, f"token {hit} differs from what is stored", difference)
-
-    def _text_behind(self, match: Match, chunks: int) -> Tokens | None:
-        """Tokens of the stored chunk that agrees longest with the prompt after `chunks` whole chunks."""
-        root = address(match.namespace.root(), 0)
-        parent = address(match.keys[chunks - 1], 0) if chunks else root
-        rest = match.tokens[chunks * self.chunk_tokens :][: self.chunk_tokens]
-        found = match.child or nearest(self._usable(), self._failed, parent, rest)
-        if found is None:
-            return None
-        number, child = found
-        piece = Piece(chunks, 0, child.address, 0, child.length, child.common, number)
-        return stored_tokens(self.tiers[number], piece)
+        and up to `context` tokens of both from there on. Scans the tiers where the texts part at a chunk's
+        start, or where more is asked for than one chunk holds."""
+        return explanation(self._usable(), self._failed, self.lookup(tokens, namespace), context)
 
     def context(self, tokens: TokenIds, namespace: Namespace) -> tuple[int, Pool]:
         """What is stored of a prompt, as arrays: how many tokens, and a pool that holds their KV.

@@ -1,17 +1,21 @@
 """The transformers engine: attach to an existing model, or drive one for a server."""
 
+from kvass.engines.transformers.answering import Answering, PromptLogits, Scope, Step, Usage
 from kvass.engines.transformers.connector import attach, detach
-from kvass.engines.transformers.engine import Engine, Step, Usage
+from kvass.engines.transformers.engine import Engine
 from kvass.engines.transformers.identity import identify, kv_spec
-from kvass.engines.transformers.load import LoadedModel, encode_chat, encode_text, load_model
+from kvass.engines.transformers.load import LoadedModel, encode_chat, encode_text, load_model, render_chat
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampling
 
 __all__ = [
+    "Answering",
     "Engine",
     "LoadedModel",
     "PoolCache",
+    "PromptLogits",
     "Sampling",
+    "Scope",
     "Step",
     "TorchPool",
     "Usage",
@@ -22,4 +26,5 @@ __all__ = [
     "identify",
     "kv_spec",
     "load_model",
+    "render_chat",
 ]

@@ -31,7 +31,7 @@ def kv_spec(model: torch.nn.Module) -> KVSpec:
     """
     model = plain_model(model)
     config = model.config
-    _refuse_unsupported(model)
+    refuse_unsupported(model)
     one, two, three = [token for token in range(4) if token != getattr(config, "pad_token_id", None)][:3]
     with _evaluating(model):
         whole, halves = _run(model, [one, one, two, three]), _run(model, [one, one], [two, three])
@@ -137,7 +137,7 @@ def _turns(keys: torch.Tensor) -> bool:
 # -- what is refused --------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(model: PreTrainedModel) -> None:
+def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config
     kind = config.model_type
     if config.is_encoder_decoder:

@@ -1,7 +1,7 @@
 """Loads a model and its tokenizer by name or path, and turns text into tokens with exactly one BOS."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ def encode_text(loaded: LoadedModel, text: str) -> list[int]:
 
     A text that already begins with the BOS token, such as a rendered chat template, gets no second one.
     """
-    return _one_bos(loaded.tokenizer, loaded.tokenizer(text)["input_ids"])
+    return with_one_bos(loaded.tokenizer, loaded.tokenizer(text)["input_ids"])
 
 
 def encode_chat(
@@ -91,19 +91,35 @@ def encode_chat(
     With `add_generation_prompt`, the tokens end where the assistant's answer is to begin. Raises InputError
     where the model has no chat template, or the template refuses the messages.
     """
+    text = render_chat(loaded, messages, add_generation_prompt=add_generation_prompt)
+    # A template writes its special tokens itself; only a forgotten BOS is made up for.
+    return with_one_bos(loaded.tokenizer, loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_chat(
+    loaded: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Any = None,
+) -> str:
+    """Return a chat as the model's template writes it. Raises InputError as `encode_chat` does."""
     if loaded.tokenizer.chat_template is None:
         raise InputError(f"the model {loaded.name} has no chat template; use encode_text")
     try:
         text = loaded.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            [dict(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise InputError(f"the chat template of {loaded.name} refuses these messages: {error}") from error
-    # A template writes its special tokens itself; only a forgotten BOS is made up for.
-    return _one_bos(loaded.tokenizer, loaded.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+    return str(text)
 
 
-def _one_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
+def with_one_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Return the tokens after exactly one BOS where the model wants one, else as they are."""
     bos = tokenizer.bos_token_id
     # Not `add_bos_token`: once loaded, that says False although the tokenizer's post-processor adds one.
     if tokenizer("")["input_ids"][:1] != [bos]:

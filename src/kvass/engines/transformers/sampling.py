@@ -30,7 +30,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or more"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

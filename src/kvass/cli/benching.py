@@ -1,0 +1,151 @@
+"""Commands that measure: kvass bench."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvass.cli.output import AsJson, Model, err, needs_server, needs_transformers, out, print_json, progress
+from kvass.config import Settings
+from kvass.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Measure; every figure is a ratio from one run.")
+
+Disk = Annotated[Path, typer.Option(help="Directory on a disk for the benchmark's files.")]
+
+
+def _report(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    table = Table("figure", "value")
+    for name, value in found.items():
+        if name not in ("machine", "bench", "seconds", "by_length"):
+            table.add_row(name, escape(json.dumps(value) if isinstance(value, dict | list) else str(value)))
+    out.print(table)
+    for row in found.get("seconds", ()):
+        out.print(row)
+    for length, row in found.get("by_length", {}).items():
+        out.print(f"{length} tokens: {json.dumps(row)}")
+    out.print(f"on {json.dumps(found['machine'])}")
+
+
+@app.command("store")
+def bench_store(
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
+    threads: Annotated[int, typer.Option(min=1, help="I/O threads, on both sides.")] = 2,
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Load and store chunks: against read and write plus one digest pass, torch and safetensors.
+
+    Example: kvass bench store --rounds 5
+    """
+    needs_transformers()
+    from kvass.bench import store
+
+    with progress("store", 26 * rounds) as advance:
+        found = store.run(disk, rounds=rounds, threads=threads, progress=advance)
+    _report(found, as_json)
+
+
+@app.command("index")
+def bench_index(
+    objects: Annotated[int, typer.Option(min=500, help="Objects in the index.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 100,
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Look a 128k-token prompt up among a million objects: against raw reads of the index's library.
+
+    Example: kvass bench index --objects 100000
+    """
+    from kvass.bench import index
+
+    with progress("index", objects // 2500 + 1) as advance:
+        found = index.run(disk, objects=objects, rounds=rounds, progress=advance)
+    _report(found, as_json)
+
+
+@app.command("overhead")
+def bench_overhead(
+    pairs: Annotated[int, typer.Option(min=2, help="Interleaved pairs for each length.")] = 20,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "512,2048,7168",
+    model: Model = "smollm2-135m",
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """What storing costs when nothing is ever reused; about half an hour on two cores.
+
+    Example: kvass bench overhead --pairs 5 --lengths 512,2048
+    """
+    needs_transformers()
+    from kvass.bench import overhead
+
+    wanted = _lengths(lengths)
+    with progress("overhead", 3 * pairs * len(wanted)) as advance:
+        found = overhead.run(
+            disk, Settings.load().models_path, model=model, lengths=wanted, pairs=pairs, progress=advance
+        )
+    _report(found, as_json)
+
+
+@app.command("ttft")
+def bench_ttft(
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds for each length.")] = 3,
+    lengths: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "512,1024,2048,4096,7168",
+    model: Model = "smollm2-135m",
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token by context length: plain, cold, host, disk; where loading begins to win.
+
+    Example: kvass bench ttft --rounds 1 --lengths 512,2048
+    """
+    needs_transformers()
+    from kvass.bench import ttft
+
+    wanted = _lengths(lengths)
+    with progress("ttft", len(wanted) + 5) as advance:
+        found = ttft.run(
+            disk, Settings.load().models_path, model=model, lengths=wanted, rounds=rounds, progress=advance
+        )
+    _report(found, as_json)
+
+
+@app.command("serve")
+def bench_serve(
+    pairs: Annotated[int, typer.Option(min=2, help="Interleaved pairs of requests for each figure.")] = 10,
+    turns: Annotated[int, typer.Option(min=4, help="Turns of the chat.")] = 20,
+    clients: Annotated[int, typer.Option(min=2, help="Clients that ask about one document at once.")] = 16,
+    model: Model = "smollm2-135m",
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """What the server costs and saves, through HTTP: documents, chats, many clients, tenants, warming.
+
+    Example: kvass bench serve --pairs 3 --turns 5
+    """
+    needs_server()
+    from kvass.bench import serve
+
+    found = serve.run(
+        disk, Settings.load().models_path, model=model, pairs=pairs, turns=turns, clients=clients,
+        progress=err.print,
+    )  # fmt: skip
+    _report(found, as_json)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(one) for one in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise InputError(
+            f"--lengths is {text!r}; it must be whole numbers with commas between, such as 512,2048"
+        )
+    return found

@@ -1,0 +1,100 @@
+"""kvass explain: how much of a prompt is stored, where it parts from what is, and the usual cause."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kvass.cache import KVCache
+from kvass.cache.causes import cause_of
+from kvass.cli.output import AsJson, Model, needs_transformers, out, print_json
+from kvass.config import Settings
+from kvass.errors import InputError
+
+_LOOKED_AT = 1024
+"""Tokens of both texts in which a cause is looked for; a turn that was left out has to fit in."""
+
+_SHOWN = 16
+
+
+def explain(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt's text; - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: Model = "smollm2-135m",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32, as the prompt was run.")
+    ] = "bfloat16",
+    chat: Annotated[bool, typer.Option(help="Put the text into the model's chat template.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say how much of a prompt is stored, where it first differs from what is, and the usual cause and fix.
+
+    Example: kvass explain --chat --file prompt.txt
+    """
+    text = _prompt(prompt, file)
+    needs_transformers()
+    from kvass.engines.transformers import encode_chat, encode_text, identify, load_model
+
+    settings = Settings.load()
+    loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
+    tokens = encode_chat(loaded, [{"role": "user", "content": text}]) if chat else encode_text(loaded, text)
+    namespace = identify(loaded.model, tenant_salt=settings.tenant_salt).namespace
+    with KVCache.open(settings) as cache:
+        found = cache.explain(tokens, namespace, context=_LOOKED_AT)
+    difference, cause = None, None
+    if found.difference is not None:
+        at, mine, other = found.difference
+        before, tokenizer = tokens[:at], loaded.tokenizer
+        mine_text, other_text = (_behind(tokenizer, before, side) for side in (mine, other))
+        cause = cause_of(_decoded(tokenizer, before), mine_text, other_text)
+        difference = {
+            "position": at,
+            "prompt": _behind(tokenizer, before, mine[:_SHOWN]),
+            "stored": _behind(tokenizer, before, other[:_SHOWN]),
+            "prompt_tokens": mine[:_SHOWN],
+            "stored_tokens": other[:_SHOWN],
+        }
+    if as_json:
+        print_json(
+            {
+                "tokens": found.tokens,
+                "hit_tokens": found.hit,
+                "reason": found.reason,
+                "difference": difference,
+                "cause": cause.name if cause else None,
+                "fix": cause.fix if cause else None,
+            }
+        )
+        return
+    out.print(f"{found.hit} of {found.tokens} tokens are stored: {found.reason}")
+    if difference is not None:
+        out.print(f"  prompt: {escape(repr(difference['prompt']))}")
+        out.print(f"  stored: {escape(repr(difference['stored']))}")
+    if cause is not None:
+        out.print(f"  cause:  {escape(cause.name)}\n  fix:    {escape(cause.fix)}")
+
+
+def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    return text
+
+
+def _behind(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """Tokens as they read behind others: some tokenizers leave out a space at a text's start."""
+    lead = before[-8:]
+    start, whole = _decoded(tokenizer, lead), _decoded(tokenizer, [*lead, *tokens])
+    return whole[len(start) :] if whole.startswith(start) else _decoded(tokenizer, tokens)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise InputError("give either the prompt's text or --file")
+    try:
+        if file is not None:
+            return file.read_text()
+        return sys.stdin.read() if prompt == "-" else str(prompt)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompt: {error}") from error

@@ -1,0 +1,61 @@
+"""What all commands print with: the two consoles, JSON, sizes, times, progress, and options they share."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvass.errors import ModelFilesError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on standard output.")]
+Model = Annotated[str, typer.Option(help="A bundled model, a .gguf file, or a model directory.")]
+
+
+def print_json(value: Any) -> None:
+    """A command's whole answer under --json."""
+    print(json.dumps(value, indent=2))
+
+
+@contextmanager
+def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on standard error; gives what advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as shown:
+        task = shown.add_task(label, total=total)
+        yield lambda: shown.advance(task)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of a thousand."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def when(seconds: float) -> str:
+    """A time since the epoch for people."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+
+
+def needs_transformers() -> None:
+    """Raises ModelFilesError, with what to install, where the engine is not there."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise ModelFilesError("this needs the transformers engine: pip install 'kvass[transformers]'")
+
+
+def needs_server() -> None:
+    """Raises ModelFilesError, with what to install, where the engine or the server is not there."""
+    needs_transformers()
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        raise ModelFilesError("this needs the server: pip install 'kvass[serve]'")

@@ -1,0 +1,56 @@
+"""Commands that serve: `kvass serve`, and `kvass key` for its tenants."""
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kvass.cli.output import AsJson, Model, needs_server, out, print_json
+from kvass.config import Settings
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need API keys.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any that is free.")] = 8000,
+    model: Model = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Serve a model with an OpenAI-compatible API; the rest is said by settings (docs/serving.md).
+
+    Example: kvass serve --model smollm2-135m --port 8000
+    """
+    needs_server()
+    from kvass.serve.listening import listen
+    from kvass.serve.tenants import Tenants
+
+    settings = Settings.load()
+    tenants = Tenants.load(settings)
+    listening = listen(host, port, tenants)  # before anything that takes time
+    from kvass.serve.server import run
+
+    def ready(url: str, name: str) -> None:
+        out.print(f"kvass serves {escape(name)} on {url}/v1 (Ctrl-C ends it)")
+
+    run(settings, listening, tenants, model=model, dtype=dtype, ready=ready)
+
+
+def key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; `operator` may read the metrics.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make an API key for a tenant: the key, shown this once, and its line for api_keys_file.
+
+    Example: kvass key acme
+    """
+    from kvass.serve.tenants import check_name, new_key
+
+    check_name(tenant)
+    made, digest = new_key()
+    line = f'"{tenant}" = "{digest}"'
+    if as_json:
+        print_json({"tenant": tenant, "key": made, "hash": digest, "line": line})
+        return
+    out.print(f"key, to be given to {tenant} (shown only now): {made}")
+    out.print(f"line for the file that api_keys_file names: {escape(line)}")

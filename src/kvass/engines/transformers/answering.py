@@ -1,0 +1,226 @@
+"""One request under way: loads what is stored of its prompt, computes the rest, writes token by token."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+import torch
+
+from kvass.cache import Match, StoreTicket
+from kvass.chunks import Tokens
+from kvass.engines.transformers.hosting import Host
+from kvass.engines.transformers.identity import Identity
+from kvass.engines.transformers.layers import kv_spec
+from kvass.engines.transformers.pool_cache import PoolCache
+from kvass.engines.transformers.sampling import Sampler, Sampling
+from kvass.engines.transformers.text import TextStream
+from kvass.keys import Namespace, tenant_digest
+
+PromptLogits = Callable[[int, torch.Tensor], None]
+"""Called with a position and the logits `[n, vocabulary]` behind the `n` prompt tokens from there on."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one request cost. `cached_tokens` were loaded, bytes by tier in `tiers`.
+
+    `finish_reason`: `stop`, `length` or `cancelled` (also where the iterator was closed).
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    loaded_bytes: int = 0
+    verified_bytes: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    ticket: StoreTicket | None = None
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generated token, the text that it settled, and the logits `[vocabulary]` behind it."""
+
+    token: int
+    text: str
+    logits: torch.Tensor = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose KV a request may use. It is kept under `salt` alone; under `public` it may be found too.
+
+    `load`: use what is stored; `keep`: store what is computed.
+    """
+
+    salt: str = field(default="", repr=False)
+    public: tuple[str, ...] = field(default=(), repr=False)
+    load: bool = True
+    keep: bool = True
+
+
+class Answering:
+    """One request. `advance` does one unit of work; `close` stores what was computed. For one thread."""
+
+    def __init__(
+        self,
+        host: Host,
+        tokens: Tokens,
+        sampling: Sampling,
+        usage: Usage,
+        scope: Scope,
+        prompt_logits: PromptLogits | None = None,
+    ):
+        """`prompt_logits`: wants the logits of every prompt token, so that nothing is loaded."""
+        self.tokens = tokens
+        self.usage = usage
+        self.finished = False
+        self._host = host
+        self._sampling = sampling
+        self._scope = scope if prompt_logits is None else replace(scope, load=False)
+        self._prompt_logits = prompt_logits
+        self._identity: Identity | None = None
+        self._held: PoolCache | None = None
+        self._written: list[int] = []
+        self._stored = 0
+        self._room = host.room(tokens, sampling.max_tokens)
+        self._began = 0.0
+        usage.prompt_tokens, usage.finish_reason = tokens.size, ""
+        usage.cached_tokens = usage.loaded_bytes = usage.verified_bytes = usage.completion_tokens = 0
+        usage.load_seconds, usage.prefill_seconds, usage.tiers = 0.0, 0.0, {}
+
+    @property
+    def scope(self) -> Scope:
+        """What it may load and keep."""
+        return self._scope
+
+    @property
+    def read(self) -> int:
+        """Prompt tokens whose KV is there."""
+        return min(self._held.computed, self.tokens.size) if self._held is not None else 0
+
+    def begin(self) -> None:
+        """Load what is stored of the prompt but for its last token, which has to be computed."""
+        self._began = time.perf_counter()
+        self._identity = self._host.identified()
+        spec = self._identity.namespace.spec if self._identity else kv_spec(self._host.model)
+        self._held = PoolCache(self._host.borrow(spec, self.tokens.size + self._room))
+        self._sampler = Sampler(self._sampling, self._host.model.device)
+        tokenizer = self._host.tokenizer
+        self._stream = TextStream(tokenizer, self._sampling.stop) if tokenizer is not None else None
+        self._load(self._held)
+
+    def advance(self) -> Step | None:
+        """Compute one slice of the prompt, or the next token; None where that was no token yet."""
+        if self._held is None:
+            self.begin()
+        held = self._held
+        assert held is not None
+        if held.computed < self.tokens.size:
+            began = time.perf_counter()
+            logits = self._slice(held)
+            self.usage.prefill_seconds += time.perf_counter() - began
+            if logits is None:
+                return None
+            if not self._room:
+                self._finish("length")
+                return None
+        else:
+            logits = self._host.forward([self._written[-1]], held)[-1]
+        return self._step(logits)
+
+    def _slice(self, held: PoolCache) -> torch.Tensor | None:
+        """One slice; the logits `[vocabulary]` of the prompt's last token once that was computed."""
+        start = held.computed
+        end = min(self.tokens.size, start + self._host.slice_at(start, self.tokens.size))
+        every = self._prompt_logits is not None
+        logits = self._host.forward(self.tokens[start:end].tolist(), held, every=every)
+        if self._prompt_logits is not None:
+            self._prompt_logits(start, logits)
+        return logits[-1] if end == self.tokens.size else None
+
+    def _step(self, logits: torch.Tensor) -> Step:
+        token = self._sampler(logits)
+        self._written.append(token)
+        self.usage.completion_tokens = len(self._written)
+        if len(self._written) == 1:
+            self.usage.first_token_seconds = time.perf_counter() - self._began
+        text = self._stream.push(token) if self._stream is not None else ""
+        if token in self._host.stop_ids(self._sampling) or (
+            self._stream is not None and self._stream.stopped
+        ):
+            self._finish("stop")
+        elif len(self._written) >= self._room:
+            self._finish("length")
+        if self.finished and self._stream is not None:
+            text += self._stream.finish()
+        return Step(token, text, logits)
+
+    def _finish(self, reason: str) -> None:
+        self.usage.finish_reason = reason
+        self.finished = True
+
+    # -- what is stored -------------------------------------------------------------------------------
+
+    def _namespace(self, identity: Identity, salt: str) -> Namespace:
+        return msgspec.structs.replace(identity.namespace, tenant=tenant_digest(salt))
+
+    def _load(self, held: PoolCache) -> None:
+        cache, identity, scope, usage = self._host.cache, self._identity, self._scope, self.usage
+        if cache is None or identity is None or not scope.load:
+            return
+        own, *public = (self._namespace(identity, salt) for salt in (scope.salt, *scope.public))
+        match = cache.lookup(self.tokens, own, limit=self.tokens.size - 1, others=public)
+        if not match:
+            return
+        loaded = cache.load(match, held.pool)
+        held.set_loaded(loaded.tokens, match.chunk_tokens)
+        usage.cached_tokens, usage.tiers = loaded.tokens, loaded.tiers
+        usage.loaded_bytes, usage.verified_bytes = loaded.bytes, loaded.verified
+        usage.load_seconds = loaded.seconds
+        self._stored = loaded.tokens
+        if match.namespace != own:
+            self._take_over(loaded.tokens, match)
+
+    def _take_over(self, loaded: int, match: Match) -> None:
+        """What was found in public state is kept again under the tenant's own root, for chains do not cross
+        roots; not where a window left out what that would need."""
+        whole = all(group.first_needed(loaded) < match.chunk_tokens for group in match.namespace.spec.groups)
+        if whole:
+            self._stored = 0
+        else:
+            self._scope = replace(self._scope, keep=False)
+
+    def keep(self) -> StoreTicket | None:
+        """Store whatever was computed so far: the prompt, and the answer but for its last token."""
+        cache, identity, held = self._host.cache, self._identity, self._held
+        if cache is None or identity is None or held is None or not self._scope.keep:
+            return None
+        computed = held.computed
+        if computed <= self._stored:
+            return None
+        now = self._host.identified()
+        if now is None or now.namespace != identity.namespace:
+            return None  # the weights changed while the answer was under way: this KV is of neither
+        everything = np.concatenate([self.tokens, np.array(self._written, np.int32)])[:computed]
+        self.usage.ticket = cache.store(everything, self._namespace(identity, self._scope.salt), held)
+        self._stored = computed
+        return self.usage.ticket
+
+    def close(self) -> None:
+        """Store what was computed and give the memory back. More than once is fine."""
+        self.usage.finish_reason = self.usage.finish_reason or "cancelled"
+        self.finished = True
+        held = self._held
+        if held is None:
+            return
+        try:
+            self.keep()
+        finally:
+            self._held = None
+            self._host.give_back(held.pool)

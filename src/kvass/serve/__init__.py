@@ -1,0 +1,1 @@
+"""The server: an OpenAI-compatible API over the transformers engine, with tenants."""

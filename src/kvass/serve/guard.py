@@ -1,0 +1,118 @@
+"""Stands before the app: bodies in time and within their bound, and every request counted."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kvass import metrics
+from kvass.serve.errors import error_body
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+log = logging.getLogger("kvass.serve")
+
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/explain", "/healthz", "/readyz", "/metrics",
+)  # fmt: skip
+
+
+class _Gone(Exception):
+    """The client went away before it had sent its request."""
+
+
+class Guard:
+    """Reads a request's body before the app sees it, so that no route has to think of slow or huge ones."""
+
+    def __init__(self, app: App, *, body_bytes: int, receive_seconds: float):
+        self._app = app
+        self._body_bytes = body_bytes
+        self._receive_seconds = receive_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 499  # what is counted where the client went away first
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            body = await self._body(scope, receive)
+            await self._app(scope, _replay(body, receive), counted)
+        except _Gone:
+            pass
+        except _Refused as refusal:
+            await _answer(counted, refusal.status, str(refusal))
+        except Exception:
+            log.exception("kvass: a request failed")
+            metrics.failed_requests.inc()
+            if status == 499:
+                await _answer(counted, 500, "the server failed to answer; its log says why")
+        finally:
+            metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._body_bytes:
+            raise self._too_large()
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self._receive_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > self._body_bytes:
+                        raise self._too_large()
+                    pieces.append(piece)
+                    if not message.get("more_body"):
+                        return b"".join(pieces)
+        except TimeoutError:
+            seconds = self._receive_seconds
+            raise _Refused(408, f"the request's body did not arrive within {seconds:g} s") from None
+
+    def _too_large(self) -> "_Refused":
+        return _Refused(413, f"the request's body is over {self._body_bytes} bytes (serve_body_bytes)")
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def _endpoint(path: str) -> str:
+    return path if path in ENDPOINTS else "other"
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The whole body first; then whatever comes, which is the client's going away."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return again
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = json.dumps(error_body(status, message)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,74 @@
+"""Log probabilities of tokens, in the shapes of the two endpoints."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log probability (None: nothing stood before it) and the most likely ones instead."""
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Of `tokens`, each chosen after one row of `logits` `[n, vocabulary]`; natural logarithms."""
+    scores = logits.float().log_softmax(-1)
+    chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    best: Any = scores.topk(top) if top else None
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True) if top else [((), ())] * len(tokens)
+    return [
+        TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, chosen, rows, strict=True)
+    ]
+
+
+class PromptLogprobs:
+    """Collects those of a prompt while it is being computed."""
+
+    def __init__(self, tokens: Sequence[int], top: int):
+        self._tokens = tokens
+        self._top = top
+        self.found = [TokenLogprob(tokens[0], None, [])]
+
+    def __call__(self, position: int, logits: torch.Tensor) -> None:
+        following = self._tokens[position + 1 : position + 1 + logits.shape[0]]
+        self.found += logprobs(logits[: len(following)], following, self._top)
+
+
+def for_chat(found: Sequence[TokenLogprob], decode: Callable[[int], str]) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice."""
+
+    def shown(token: int, logprob: float | None) -> dict[str, Any]:
+        text = decode(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**shown(one.token, one.logprob), "top_logprobs": [shown(*other) for other in one.top]}
+            for one in found
+        ],
+        "refusal": None,
+    }
+
+
+def for_completion(
+    found: Sequence[TokenLogprob], decode: Callable[[int], str], offset: int
+) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice, whose first token's text stands at `offset`."""
+    texts, offsets = [decode(one.token) for one in found], []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.logprob for one in found],
+        "top_logprobs": [
+            {decode(token): logprob for token, logprob in one.top} if one.logprob is not None else None
+            for one in found
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,224 @@
+"""Chats and texts to tokens: no special token but the template's own, answers as they were generated."""
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvass.engines.transformers import LoadedModel, render_chat
+from kvass.engines.transformers.load import with_one_bos
+from kvass.errors import InputError
+from kvass.serve.answers import Answers, Place
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Noncharacters of Unicode, for marks that are gone before anything is tokenised."""
+
+
+class _Answer(NamedTuple):
+    """A former answer of the assistant in a rendered chat: its characters from `start` to `end`."""
+
+    start: int
+    end: int
+    text: str
+
+
+class ChatEncoder:
+    """Encodes for one model. Safe for several threads.
+
+    A text of a message that reads like a special token stays text. An answer that comes back is encoded as
+    the tokens that were generated for it, where these are known for exactly that place.
+    """
+
+    def __init__(self, loaded: LoadedModel, answers: Answers | None = None, *, max_tokens: int | None = None):
+        self._loaded = loaded
+        self._answers = answers
+        self._tokenizer: Any = copy.deepcopy(loaded.tokenizer)  # others decode with theirs at the same time
+        self._guard = threading.Lock()
+        self._max_tokens = max_tokens
+        self._special = _special(self._tokenizer)
+        self._longest = max(map(len, self._tokenizer.get_vocab()))
+        self._joins = self._decode(self._encode("a") + self._encode("b")) == "ab"
+
+    # -- text -----------------------------------------------------------------------------------------
+
+    def text(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokens of plain text. `special`: texts of special tokens stand for these. Raises InputError."""
+        self._check_length([text])
+        if special:
+            return with_one_bos(self._tokenizer, self._encode(text))
+        mark = _unused([text], 1)[0]
+        return with_one_bos(self._tokenizer, self._pieces(_broken(text, self._special, mark), mark))
+
+    def _encode(self, text: str) -> list[int]:
+        with self._guard:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _pieces(self, text: str, mark: str, *, first: bool = True) -> list[int]:
+        """Tokens of what stands between the marks; `first`: nothing stands before it."""
+        ids: list[int] = []
+        for number, piece in enumerate(text.split(mark)):
+            if piece:
+                ids += self._encode(piece) if self._joins or (first and not number) else self._inner(piece)
+        return ids
+
+    def _inner(self, piece: str) -> list[int]:
+        """Tokens of a text inside of another, where a tokenizer puts a blank before every text."""
+        anchor = self._encode("\n")
+        ids = self._encode("\n" + piece)
+        return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self._encode(piece)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        with self._guard:
+            text: str = self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def _check_length(self, texts: Sequence[str]) -> None:
+        """Refuse what cannot fit before time is spent on it."""
+        size = sum(map(len, texts))
+        if self._max_tokens is not None and size > self._max_tokens * self._longest:
+            raise InputError(
+                f"the prompt has {size} characters, far over the model's {self._max_tokens} tokens"
+            )
+
+    # -- chats ----------------------------------------------------------------------------------------
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, root: bytes = b"", tools: Any = None
+    ) -> list[int]:
+        """Tokens of a chat, up to where the next answer begins. `root` names whose answers are recalled.
+
+        Raises InputError where the template refuses the messages.
+        """
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+        self._check_length(contents)
+        mark, fence = _unused(contents, 2)
+        plain = [_with_content(one, _broken(one.get("content"), self._special, mark)) for one in messages]
+        rendered = render_chat(self._loaded, plain, tools=tools)
+        answers = self._former(plain, rendered, fence, tools) if self._answers is not None and root else []
+        return self._spliced(rendered, mark, answers, root)
+
+    def _former(
+        self, messages: Sequence[Mapping[str, Any]], rendered: str, fence: str, tools: Any
+    ) -> list[_Answer]:
+        """Where the assistant's messages stand in the rendered chat; none where a template hides it."""
+        fenced = [_fenced(message, fence) for message in messages]
+        if fenced == list(messages):
+            return []
+        try:
+            pieces = render_chat(self._loaded, fenced, tools=tools).split(fence)
+        except InputError:
+            return []
+        if "".join(pieces) != rendered or len(pieces) % 2 == 0:
+            return []
+        found, at = [], 0
+        texts = [str(one["content"]) for one, other in zip(messages, fenced, strict=True) if one != other]
+        if len(texts) != len(pieces) // 2:
+            return []
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                text = texts[number // 2]
+                lead = len(text) - len(text.lstrip())  # which a template may have cut off, or written itself
+                found.append(_Answer(at - lead, at + len(piece), text))
+            at += len(piece)
+        return found
+
+    def _spliced(self, rendered: str, mark: str, answers: Sequence[_Answer], root: bytes) -> list[int]:
+        """Tokens of a rendered chat: known answers by their ids, what stands between them by its text.
+
+        The text is cut where an answer begins, known or not, as it was cut when the answer was asked for.
+        """
+        ids: list[int] = []
+        at, place = 0, Place(root)
+
+        def add(more: list[int]) -> None:
+            place.add(more)
+            ids.extend(more)
+
+        for answer in answers:
+            if answer.start < at:
+                continue
+            add(self._between(rendered[at : answer.start], mark, first=not ids))
+            at = answer.start
+            tokens, covered = self._recall(place.digest(), answer.text) or ([], 0)
+            if covered and rendered[at : at + covered] == answer.text[:covered]:
+                add(tokens)
+                at += covered
+        return ids + self._between(rendered[at:], mark, first=not ids)
+
+    def _between(self, text: str, mark: str, *, first: bool) -> list[int]:
+        """A template writes its special tokens itself; only a forgotten BOS is made up for."""
+        ids = self._pieces(text, mark, first=first)
+        return with_one_bos(self._tokenizer, ids) if first else ids
+
+    # -- answers --------------------------------------------------------------------------------------
+
+    def _recall(self, place: bytes, text: str) -> tuple[list[int], int] | None:
+        if self._answers is None or not text:
+            return None
+        found = self._answers.recall(place, text)
+        if found is None:
+            return None
+        ids, covered = found
+        return found if self._decodes_to(ids, text[:covered]) else None
+
+    def _decodes_to(self, ids: list[int], text: str) -> bool:
+        vocabulary = len(self._tokenizer)
+        return all(0 <= one < vocabulary for one in ids) and self._decode(ids) == text
+
+    def remember(self, root: bytes, prompt: Sequence[int], written: Sequence[int], text: str) -> None:
+        """Keep what was generated behind a prompt, for the turn in which it comes back as text."""
+        if self._answers is None or not text:
+            return
+        ids = list(written)
+        while ids and ids[-1] in self._special_ids():
+            ids.pop()
+        while ids and not text.startswith(self._decode(ids)):  # a stop text was cut off, or half a character
+            ids.pop()
+        covered = len(self._decode(ids)) if ids else 0
+        if covered and not self._special_ids() & set(ids):
+            where = Place(root)
+            where.add(prompt)
+            self._answers.remember(where.digest(), text, ids, covered)
+
+    def _special_ids(self) -> set[int]:
+        return set(self._tokenizer.all_special_ids)
+
+
+def _special(tokenizer: Any) -> list[str]:
+    """Texts that a tokenizer takes for control tokens, the longest first."""
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(one) for one in added if one.special or (len(str(one)) > 2 and str(one) in template)}
+    return sorted(texts | set(tokenizer.all_special_tokens), key=len, reverse=True)
+
+
+def _broken(text: Any, special: Sequence[str], mark: str) -> Any:
+    """The text with a mark inside of whatever reads like a special token."""
+    if isinstance(text, str):
+        for one in special:
+            if one in text:
+                text = text.replace(one, one[0] + mark + one[1:])
+    return text
+
+
+def _unused(texts: Sequence[str], count: int) -> list[str]:
+    free = [mark for mark in _MARKS if not any(mark in text for text in texts)]
+    if len(free) < count:
+        raise InputError("the messages hold Unicode noncharacters (U+FDD0 to U+FDEF); leave these out")
+    return free[:count]
+
+
+def _with_content(message: Mapping[str, Any], content: Any) -> dict[str, Any]:
+    return {**message, "content": content}
+
+
+def _fenced(message: Mapping[str, Any], fence: str) -> Mapping[str, Any]:
+    """An assistant's message with its text, but for blanks around it, between two fences."""
+    text = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(text, str) or not (inner := text.strip()):
+        return message
+    start = text.index(inner)
+    return {**message, "content": text[:start] + fence + inner + fence + text[start + len(inner) :]}

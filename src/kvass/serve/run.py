@@ -1,0 +1,226 @@
+"""The answers of one HTTP request: what was asked for, and what comes of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvass import metrics
+from kvass.engines.transformers import Sampling, Scope, Step
+from kvass.serve.logprobs import PromptLogprobs, TokenLogprob, logprobs
+from kvass.serve.prompts import ChatEncoder
+from kvass.serve.scheduler import Done, Event, Job, Scheduler
+
+_LEARN_FROM = 64
+"""Tokens that a prefill must have computed to say something of the machine's speed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt and how to answer it `n` times. `top`: how many log probabilities beside each token's own
+    (None: none at all); `echo`: the prompt's text, to be put before the answer."""
+
+    prompt: list[int]
+    sampling: Sampling
+    n: int
+    top: int | None = None
+    echo: str | None = None
+    root: bytes = b""
+
+
+class Delta(NamedTuple):
+    """What is new of a choice, by its number. `finish`: why it ended, None while it goes on."""
+
+    choice: int
+    text: str
+    logprobs: list[TokenLogprob]
+    finish: str | None
+
+
+class Speed:
+    """Seconds a token of prefill takes, learned from the requests so far."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+
+    def learn(self, job: Job) -> None:
+        """Take a request into account."""
+        computed = job.answering.read - job.usage.cached_tokens
+        if computed >= _LEARN_FROM:
+            seconds = job.usage.prefill_seconds / computed
+            self._seconds = seconds if self._seconds is None else 0.8 * self._seconds + 0.2 * seconds
+
+    def saved(self, tokens: int, load_seconds: float) -> float | None:
+        """Seconds that loading so many tokens saved, about; None while nothing was computed yet."""
+        if not tokens:
+            return 0.0
+        return None if self._seconds is None else round(max(0.0, tokens * self._seconds - load_seconds), 3)
+
+
+@dataclass
+class _Choice:
+    asked: Asked
+    job: Job
+    written: list[int] = field(default_factory=list)
+    text: str = ""
+    over: bool = False
+
+
+class ServerFault(Exception):
+    """The request could not be answered, through no fault of its own."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Run:
+    """The choices of one request, in the order of its prompts. Used by one task of an event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        encoder: ChatEncoder,
+        speed: Speed,
+        tenant: str,
+        scope: Scope,
+        asked: Sequence[Asked],
+    ):
+        """Raises InputError for a prompt that the model cannot take."""
+        self._scheduler = scheduler
+        self._encoder = encoder
+        self._speed = speed
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._echoes: dict[int, PromptLogprobs] = {}
+        self._choices: list[_Choice] = []
+        self.cancelled = False
+        for one in asked:
+            for number in range(one.n):
+                self._choices.append(self._choice(one, number, tenant, scope))
+
+    def _choice(self, asked: Asked, number: int, tenant: str, scope: Scope) -> _Choice:
+        index, sampling = len(self._choices), asked.sampling
+        if sampling.seed is not None and number:
+            sampling = replace(sampling, seed=sampling.seed + number)
+        collect = None
+        if asked.echo is not None and asked.top is not None:
+            collect = self._echoes[index] = PromptLogprobs(asked.prompt, asked.top)
+        job = self._scheduler.start(
+            tenant, asked.prompt, sampling, scope, partial(self._deliver, index), collect
+        )
+        return _Choice(asked, job)
+
+    def _deliver(self, index: int, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def submit(self) -> None:
+        """Queue all of it. Raises Busy or Stopping."""
+        self._scheduler.submit([choice.job for choice in self._choices])
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.cancelled = self.cancelled or not self.over
+        for choice in self._choices:
+            if not choice.over:
+                self._scheduler.cancel(choice.job)
+
+    @property
+    def count(self) -> int:
+        """How many choices there are."""
+        return len(self._choices)
+
+    @property
+    def over(self) -> bool:
+        """Whether all of them have ended."""
+        return all(choice.over for choice in self._choices)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What comes, as it comes; nothing more once it was cancelled. Raises ServerFault."""
+        while not self.over:
+            index, event = await self._events.get()
+            choice = self._choices[index]
+            if isinstance(event, Step):
+                if not self.cancelled:
+                    yield self._step(index, choice, event)
+            elif isinstance(event, Done):
+                choice.over = True
+                if self.cancelled:
+                    continue
+                if event.reason == "cancelled":
+                    raise ServerFault(503, "the server is stopping")
+                if not choice.written and choice.asked.echo is not None:
+                    yield self._delta(index, choice, "", [])
+                self._account(choice)
+                yield Delta(index, "", [], event.reason)
+            else:
+                choice.over = True
+                raise ServerFault(500, "the server failed to answer; its log says why")
+
+    def _step(self, index: int, choice: _Choice, step: Step) -> Delta:
+        top, found = choice.asked.top, []
+        if top is not None:
+            found = logprobs(step.logits[None], [step.token], top)
+        delta = self._delta(index, choice, step.text, found)
+        choice.written.append(step.token)
+        choice.text += step.text
+        return delta
+
+    def _delta(self, index: int, choice: _Choice, text: str, found: list[TokenLogprob]) -> Delta:
+        """With the prompt before the first of it, where that was asked for."""
+        if not choice.written and choice.asked.echo is not None:
+            text = choice.asked.echo + text
+            if index in self._echoes:
+                found = self._echoes[index].found + found
+        return Delta(index, text, found, None)
+
+    def _account(self, choice: _Choice) -> None:
+        usage, asked = choice.job.usage, choice.asked
+        self._speed.learn(choice.job)
+        metrics.prompt_tokens.labels("tiers").inc(usage.cached_tokens)
+        metrics.prompt_tokens.labels("computed").inc(usage.prompt_tokens - usage.cached_tokens)
+        metrics.completion_tokens.inc(usage.completion_tokens)
+        if asked.root:
+            self._encoder.remember(asked.root, asked.prompt, choice.written, choice.text)
+
+    # -- what it cost ---------------------------------------------------------------------------------
+
+    def _firsts(self) -> list[Job]:
+        """The first choice of each prompt: what the others of it loaded, it had just stored."""
+        firsts: dict[int, Job] = {}
+        for choice in self._choices:
+            firsts.setdefault(id(choice.asked), choice.job)
+        return list(firsts.values())
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI counts: a prompt once, whatever `n` is."""
+        firsts = [job.usage for job in self._firsts()]
+        prompt = sum(one.prompt_tokens for one in firsts)
+        completion = sum(choice.job.usage.completion_tokens for choice in self._choices)
+        cached = sum(one.cached_tokens for one in firsts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def report(self) -> dict[str, Any]:
+        """What was reused: tokens, bytes by tier, seconds of loading, and what that saved, about."""
+        firsts = [job.usage for job in self._firsts()]
+        tiers: dict[str, int] = {}
+        for one in firsts:
+            for tier, size in one.tiers.items():
+                tiers[tier] = tiers.get(tier, 0) + size
+        cached = sum(one.cached_tokens for one in firsts)
+        seconds = sum(one.load_seconds for one in firsts)
+        return {
+            "hit_tokens": cached,
+            "computed_tokens": sum(one.prompt_tokens for one in firsts) - cached,
+            "loaded_bytes": tiers,
+            "load_seconds": round(seconds, 6),
+            "saved_seconds": self._speed.saved(cached, seconds),
+        }

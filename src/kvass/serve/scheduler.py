@@ -1,0 +1,267 @@
+"""Who is computed for, and when: a few requests in turn, a slice or a token at a time; the rest queue."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvass import metrics
+from kvass.cache import StoreTicket
+from kvass.engines.transformers import Answering, Engine, PromptLogits, Sampling, Scope, Step, Usage
+from kvass.errors import KvassError
+
+log = logging.getLogger("kvass.serve")
+
+_VISIBLE_SECONDS = 1.0
+"""How long a request waits for what the one before it stored to be visible."""
+
+
+class Busy(KvassError):
+    """The queue is full; `seconds` says when to come again."""
+
+    def __init__(self, seconds: int):
+        super().__init__(f"too many requests are waiting; try again in {seconds} s")
+        self.seconds = seconds
+
+
+class Stopping(KvassError):
+    """The server is about to stop and takes no more requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A request is over. What it computed is stored before the next one begins.
+
+    `reason`: `stop`, `length`, or `cancelled`.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request could not be answered; the log says why."""
+
+
+Event = Step | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer that somebody waits for. `deliver` is called in the scheduler's thread; it must not wait."""
+
+    tenant: str
+    answering: Answering
+    deliver: Callable[[Event], None]
+    arrived: float = field(default_factory=time.perf_counter)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    waited_for: bool = False
+
+    @property
+    def usage(self) -> Usage:
+        return self.answering.usage
+
+    @property
+    def reading(self) -> bool:
+        """Whether its prompt is still being read."""
+        return self.answering.read < self.answering.tokens.size
+
+    def shares_with(self, other: "Job", chunk_tokens: int) -> bool:
+        """Whether this one's prompt begins with a chunk or more that the other is still computing."""
+        if self.tenant != other.tenant or not other.reading:
+            return False
+        if not self.answering.scope.load or not other.answering.scope.keep:
+            return False
+        first = other.usage.cached_tokens
+        end = first + chunk_tokens
+        mine, theirs = self.answering.tokens[:end], other.answering.tokens[:end]
+        return mine.size == theirs.size == end and bool(np.array_equal(mine, theirs))
+
+
+class Scheduler:
+    """Drives an engine in a thread of its own: up to `slots` requests in turn, each a slice of its prompt or
+    a token of its answer at a time. Up to `queue` more wait, and tenants that wait take turns.
+
+    Where a prompt begins as one does that is being read, it waits until that is stored, and loads it.
+    """
+
+    def __init__(self, engine: Engine, *, slots: int, queue: int):
+        self._engine = engine
+        self._slots = slots
+        self._limit = queue
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[Job]] = {}
+        self._queued = 0
+        self._active: list[Job] = []
+        self._stopping = False
+        self._cut_off = False
+        self._seconds = 1.0  # that a request takes, a moving average
+        self._ticket: StoreTicket | None = None
+        self._thread = threading.Thread(target=self._run, name="kvass-scheduler", daemon=True)
+        self._thread.start()
+
+    # -- from any thread ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        tenant: str,
+        prompt: list[int],
+        sampling: Sampling,
+        scope: Scope,
+        deliver: Callable[[Event], None],
+        prompt_logits: PromptLogits | None = None,
+    ) -> Job:
+        """Make a job. Raises InputError for a prompt that the model cannot take."""
+        answering = self._engine.start(prompt, sampling, scope=scope, prompt_logits=prompt_logits)
+        return Job(tenant, answering, deliver)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue jobs, all or none. Raises Busy or Stopping."""
+        with self._changed:
+            if self._stopping or not self._thread.is_alive():
+                raise Stopping("the server is stopping; try another one")
+            if self._queued + len(jobs) > self._limit:
+                rounds = (self._queued + len(self._active)) / self._slots
+                raise Busy(max(1, min(60, math.ceil(rounds * self._seconds))))
+            for job in jobs:
+                self._waiting.setdefault(job.tenant, deque()).append(job)
+            self._count(len(jobs))
+            self._changed.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """End a job after at most one slice; what was computed is stored. A job that is over: nothing."""
+        job.cancelled.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._stopping
+
+    def close(self, grace: float) -> None:
+        """Take no more jobs, give those there are `grace` seconds, then cancel them; ends with the last."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(grace)
+        self._cut_off = True
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._admit():
+            for job in list(self._active):
+                self._advance(job)
+
+    def _admit(self) -> bool:
+        """Fill the slots; wait while there is nothing to do. False at the end."""
+        while True:
+            with self._changed:
+                self._drop_cancelled()
+                job = self._next() if len(self._active) < self._slots else None
+                if job is None:
+                    if self._active:
+                        return True
+                    if self._stopping and not self._queued:
+                        return False
+                    if not self._queued:
+                        self._changed.wait()
+                    continue
+                self._active.append(job)
+                metrics.active_requests.set(len(self._active))
+            self._begin(job)
+
+    def _count(self, more: int) -> None:
+        self._queued += more
+        metrics.queued_requests.set(self._queued)
+
+    def _drop_cancelled(self) -> None:
+        for tenant, jobs in list(self._waiting.items()):
+            for job in [one for one in jobs if self._cut_off or one.cancelled.is_set()]:
+                jobs.remove(job)
+                self._count(-1)
+                job.answering.close()
+                job.deliver(Done("cancelled"))
+            if not jobs:
+                del self._waiting[tenant]
+
+    def _next(self) -> Job | None:
+        """The first job that need not wait for another's prompt, of the tenant that waited longest."""
+        chunk_tokens = self._engine.cache.chunk_tokens if self._engine.cache is not None else 0
+        for tenant, jobs in list(self._waiting.items()):
+            for job in jobs:
+                ahead = [one for one in self._active if chunk_tokens and job.shares_with(one, chunk_tokens)]
+                for other in ahead:
+                    other.waited_for = True
+                if not ahead:
+                    jobs.remove(job)
+                    self._count(-1)
+                    del self._waiting[tenant]  # and last in turn, if it has more
+                    if jobs:
+                        self._waiting[tenant] = jobs
+                    return job
+        return None
+
+    def _begin(self, job: Job) -> None:
+        if self._ticket is not None:
+            try:
+                self._ticket.wait(_VISIBLE_SECONDS)
+            except TimeoutError:
+                log.debug("kvass: a request goes on before what was stored is visible")
+            self._ticket = None
+        self._guarded(job, job.answering.begin)
+
+    def _advance(self, job: Job) -> None:
+        if job.cancelled.is_set() or self._cut_off:
+            self._end(job, Done("cancelled"))
+            return
+        step = self._guarded(job, job.answering.advance)
+        if job not in self._active:
+            return
+        if step is not None:
+            if job.usage.completion_tokens == 1:
+                metrics.ttft_seconds.labels(hit_class(job.usage)).observe(time.perf_counter() - job.arrived)
+            job.deliver(step)
+        if job.answering.finished:
+            self._end(job, Done(job.usage.finish_reason))
+        elif job.waited_for and not job.reading:
+            job.waited_for = False
+            self._ticket = job.answering.keep()
+
+    def _guarded(self, job: Job, work: Callable[[], Step | None]) -> Step | None:
+        """The outermost loop of a request: whatever happens in it ends that request and no other."""
+        try:
+            return work()
+        except Exception:
+            log.exception("kvass: a request failed")
+            metrics.failed_requests.inc()
+            self._end(job, Failed())
+            return None
+
+    def _end(self, job: Job, event: Event) -> None:
+        self._active.remove(job)
+        metrics.active_requests.set(len(self._active))
+        self._seconds += 0.2 * (time.perf_counter() - job.arrived - self._seconds)
+        job.deliver(event)
+        try:
+            job.answering.close()
+        except Exception:
+            log.exception("kvass: an answer was not stored")
+            metrics.errors.labels("cache", "store").inc()
+        self._ticket = job.usage.ticket
+
+
+def hit_class(usage: Usage) -> str:
+    """How much of a prompt was loaded: `none`, `part`, or `most` (half of it or more)."""
+    if not usage.cached_tokens:
+        return "none"
+    return "most" if 2 * usage.cached_tokens >= usage.prompt_tokens else "part"

@@ -1,0 +1,92 @@
+"""Puts a server together, runs it, and ends it without losing what was computed."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from kvass.cache import KVCache
+from kvass.config import Settings
+from kvass.engines.transformers import Engine, load_model
+from kvass.serve.answers import Answers
+from kvass.serve.app import Service, make_app
+from kvass.serve.guard import Guard
+from kvass.serve.listening import url_of
+from kvass.serve.prompts import ChatEncoder
+from kvass.serve.protocol import with_deadline
+from kvass.serve.scheduler import Scheduler
+from kvass.serve.tenants import Tenants
+
+SLICE_TOKENS = 128
+"""Prefill's slices: what a client that goes away, and everybody else's next token, has to wait for."""
+
+_IDLE_CONNECTIONS = 256
+
+
+def run(
+    settings: Settings,
+    listening: socket.socket,
+    tenants: Tenants,
+    *,
+    model: str,
+    dtype: str,
+    ready: Callable[[str, str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM; `ready(url, model)` is called once requests are taken.
+
+    The first signal lets running requests finish within the grace and stores what they computed; a second
+    one ends at once, which loses nothing that was stored.
+    """
+    with listening, contextlib.ExitStack() as stack:
+        loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
+        cache = stack.enter_context(KVCache.open(settings))
+        engine = Engine(
+            loaded.model, cache, tokenizer=loaded.tokenizer, tenant_salt=settings.tenant_salt,
+            slice_tokens=SLICE_TOKENS, spare_pools=settings.serve_slots,
+        )  # fmt: skip
+        answers = Answers(settings.state_path)
+        stack.callback(answers.close)
+        scheduler = Scheduler(engine, slots=settings.serve_slots, queue=settings.serve_queue)
+        stack.callback(scheduler.close, 0.0)
+        encoder = ChatEncoder(loaded, answers, max_tokens=engine.max_tokens)
+        service = Service(loaded.name, int(time.time()), engine, scheduler, encoder, tenants, settings)
+
+        async def shut_down() -> None:
+            await asyncio.to_thread(scheduler.close, 0.0)
+
+        app = Guard(
+            make_app(service, shut_down),
+            body_bytes=settings.serve_body_bytes,
+            receive_seconds=settings.serve_receive_seconds,
+        )
+        server = _Server(_config(app, settings))
+        ready(url_of(listening), loaded.name)
+        server.run(sockets=[listening])
+
+
+def _config(app: Any, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=with_deadline(settings.serve_receive_seconds),
+        ws="none",
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=settings.serve_slots + settings.serve_queue + _IDLE_CONNECTIONS,
+        timeout_graceful_shutdown=settings.serve_grace_seconds,  # type: ignore[arg-type]
+    )
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks, the second does not: stores are whole or absent at any instant."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True  # not captured: it would be raised again at the end
