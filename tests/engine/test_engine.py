@@ -26,6 +26,7 @@ from kvass.engines.transformers import (
     Usage,
     encode_text,
 )
+from kvass.engines.transformers.pool_cache import _PoolLayer
 from kvass.engines.transformers.sampling import Sampler
 from kvass.engines.transformers.text import TextStream
 from kvass.engines.transformers.turns import Turns
@@ -215,22 +216,27 @@ def test_an_iterator_that_was_never_begun_costs_nothing(engine: Engine) -> None:
     assert len(ask(engine, text(70), 3).tokens) == 3
 
 
-def test_cancelling_between_two_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_cancelling_in_the_middle_of_a_slice(
+    layer: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second slice, before one of its layers: what was whole is kept, nothing of the rest."""
     prompt, usage, cancelled = text(100), Usage(), threading.Event()
-    forward, calls = engine._forward, []
+    update, calls = _PoolLayer.update, []
 
-    def counted(tokens: list[int], held: PoolCache) -> torch.Tensor:
-        calls.append(len(tokens))
-        if len(calls) == 2:
-            cancelled.set()
-        return forward(tokens, held)
+    def counted(self: Any, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._place[1] == layer:
+            calls.append(keys.shape[2])
+            if len(calls) == 2:
+                cancelled.set()
+        return update(self, keys, *args, **kwargs)
 
-    monkeypatch.setattr(engine, "_forward", counted)
+    monkeypatch.setattr(_PoolLayer, "update", counted)
     assert not list(engine.generate(prompt, usage=usage, cancelled=cancelled))
     assert (calls, usage.finish_reason, usage.completion_tokens) == ([24, 24], "cancelled", 0)
-    assert _stored(engine, prompt) == 48
+    assert _stored(engine, prompt) == 24
     asked = ask(engine, prompt, 6)
-    assert asked.usage.cached_tokens == 48
+    assert asked.usage.cached_tokens == 24
     same_as_plain(asked, engine.model, prompt, 6)
 
 
@@ -285,10 +291,10 @@ def test_the_pool_is_used_again_and_keeps_nothing(model: PreTrainedModel, cache:
     for number, length in enumerate((300, 20, 150, 300, 64, 33, 299)):
         prompt = text(length, seed=number % 4)
         for byte in (0xFF, 0x3C):
-            pool = engine._borrow(engine.namespace.spec, 320)
+            pool = engine._host.borrow(engine.namespace.spec, 320)
             pool.fill(byte)
             pools.add(id(pool))
-            engine._give_back(pool)
+            engine._host.give_back(pool)
             same_as_plain(ask(engine, prompt, 5), model, prompt, 5)
     assert len(pools) == 1
 

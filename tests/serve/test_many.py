@@ -97,13 +97,13 @@ def test_who_goes_away_stops_its_work_within_a_second(
 ) -> None:
     """In the middle of a long prompt, of a model that takes seconds for it."""
     server = start(model="smollm2-135m", models_path=str(smollm2_fp32.directory.parent))
-    words = " ".join(str(number) for number in range(1500))
+    words = " ".join(str(number) for number in range(600))
     body = {"prompt": words, "max_tokens": 5}
-    with httpx.Client(timeout=0.7) as http, contextlib.suppress(httpx.TimeoutException):
+    with httpx.Client(timeout=2.5) as http, contextlib.suppress(httpx.TimeoutException):
         http.post(server.url + "/v1/completions", json=body)
     began = time.perf_counter()
     _wait_until(lambda: server.metric("kvass_active_requests") == 0)
-    assert time.perf_counter() - began < 1.5  # a second, and what looking takes
+    assert time.perf_counter() - began < 1.0
     reply = server.post("/v1/completions", body)
     cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < reply.json()["usage"]["prompt_tokens"] // 2  # what had been read is not lost

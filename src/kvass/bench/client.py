@@ -7,15 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvass.errors import KvassError
 
 _START_SECONDS = 300
+_ANSWER_SECONDS = 600
 
 
 class Serving(NamedTuple):
@@ -74,22 +74,14 @@ def serving(arguments: list[str], settings: dict[str, str]) -> Iterator[Serving]
 
 
 class Client:
-    """One connection, kept open. Every answer is streamed."""
+    """Asks, one connection for each request. Every answer is streamed."""
 
     def __init__(self, url: str, key: str = ""):
         where = urlsplit(url)
-        self._connection = HTTPConnection(str(where.hostname), where.port, timeout=600)
+        self._host, self._port = str(where.hostname), where.port
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.close()
 
     def chat(self, messages: list[dict[str, str]], **options: Any) -> Reply:
         """Ask `/v1/chat/completions`."""
@@ -101,9 +93,16 @@ class Client:
 
     def _ask(self, path: str, body: dict[str, Any]) -> Reply:
         wanted = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+        with closing(HTTPConnection(self._host, self._port, timeout=_ANSWER_SECONDS)) as connection:
+            try:
+                return self._read(connection, path, wanted)
+            except OSError as error:
+                raise KvassError(f"the server cannot be asked any more: {error}") from error
+
+    def _read(self, connection: HTTPConnection, path: str, wanted: bytes) -> Reply:
         began = time.perf_counter()
-        self._connection.request("POST", path, wanted, self._headers)
-        response = self._connection.getresponse()
+        connection.request("POST", path, wanted, self._headers)
+        response = connection.getresponse()
         if response.status != 200:
             raise KvassError(f"the server answered {response.status}: {response.read()[:500]!r}")
         first, text, usage = 0.0, "", None

@@ -26,7 +26,7 @@ from kvass.cache import KVCache
 from kvass.config import Settings
 from kvass.engines.transformers import Engine, LoadedModel, Sampling, encode_chat, load_model
 
-_SLICE_TOKENS = 128
+_SLICE_TOKENS = 256
 _DOCUMENT_TOKENS = 4096
 _TURN_TOKENS = 200
 _ANSWER_TOKENS = 100
@@ -134,7 +134,7 @@ def _http(loaded: LoadedModel, text: _Text, place: _Place, pairs: int) -> dict[s
     document, settings = text.take(_DOCUMENT_TOKENS), place.settings()
     numbers = iter(range(1_000_000))
     with place.server(settings) as server, ExitStack() as stack:
-        client = stack.enter_context(Client(server.url))
+        client = Client(server.url)
         client.chat(_messages(document, "What is this?"), max_tokens=1)
         own = Settings.load(
             **{name.removeprefix("KVASS_").lower(): value for name, value in settings.items()}
@@ -177,7 +177,8 @@ def _chat(loaded: LoadedModel, text: _Text, place: _Place, turns: int) -> dict[s
     """A chat whose every turn sends all of it again, answers as text."""
     messages: list[dict[str, str]] = []
     shares, held = [], 0
-    with place.server(place.settings()) as server, Client(server.url) as client:
+    with place.server(place.settings()) as server:
+        client = Client(server.url)
         for number in range(turns):
             messages.append({"role": "user", "content": text.take(_TURN_TOKENS)})
             reply = client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.7, seed=number)
@@ -209,10 +210,9 @@ def _shared(text: _Text, place: _Place, clients: int) -> dict[str, Any]:
     together = threading.Barrier(clients)
 
     def ask(url: str, number: int) -> None:
-        with Client(url) as client:
-            together.wait()
-            question = f"Question {number}: what does the first function do?"
-            replies.append(client.chat(_messages(document, question), max_tokens=8, temperature=0))
+        together.wait()
+        question = f"Question {number}: what does the first function do?"
+        replies.append(Client(url).chat(_messages(document, question), max_tokens=8, temperature=0))
 
     with place.server(place.settings()) as server:
         threads = [threading.Thread(target=ask, args=(server.url, number)) for number in range(clients)]
@@ -234,8 +234,8 @@ def _tenants(loaded: LoadedModel, place: _Place, pairs: int) -> dict[str, Any]:
     settings = place.settings() | {"KVASS_API_KEYS": ",".join(f"{name}={key}" for name, key in keys.items())}
     random = np.random.default_rng()
     hits: list[int] = []
-    with place.server(settings) as server, ExitStack() as stack:
-        alice, bob = (stack.enter_context(Client(server.url, key)) for key in keys.values())
+    with place.server(settings) as server:
+        alice, bob = (Client(server.url, key) for key in keys.values())
 
         def prompt() -> list[int]:
             return [int(one) for one in random.integers(1000, loaded.model.config.vocab_size, _TENANT_TOKENS)]
@@ -276,8 +276,10 @@ def _warm(text: _Text, place: _Place) -> dict[str, Any]:
     with place.code_base(text.folder) as (code, out):
         first = place.warm(code, out, settings)
         context = Path(first["contexts"][-1]["text"]).read_text()
-        with place.server(settings) as server, Client(server.url) as client:
-            reply = client.chat(_messages(context, "What does this code do?"), max_tokens=8, temperature=0)
+        with place.server(settings) as server:
+            reply = Client(server.url).chat(
+                _messages(context, "What does this code do?"), max_tokens=8, temperature=0
+            )
         last = code / first["contexts"][-1]["files"][-1]
         lines = last.read_text().splitlines(keepends=True)
         last.write_text("".join([*lines[:-1], lines[-1].rstrip("\n") + "  # changed\n"]))

@@ -58,8 +58,8 @@ class Job:
     tenant: str
     answering: Answering
     deliver: Callable[[Event], None]
+    cancelled: threading.Event
     arrived: float = field(default_factory=time.perf_counter)
-    cancelled: threading.Event = field(default_factory=threading.Event)
     waited_for: bool = False
 
     @property
@@ -99,7 +99,6 @@ class Scheduler:
         self._queued = 0
         self._active: list[Job] = []
         self._stopping = False
-        self._cut_off = False
         self._seconds = 1.0  # that a request takes, a moving average
         self._ticket: StoreTicket | None = None
         self._thread = threading.Thread(target=self._run, name="kvass-scheduler", daemon=True)
@@ -117,8 +116,11 @@ class Scheduler:
         prompt_logits: PromptLogits | None = None,
     ) -> Job:
         """Make a job. Raises InputError for a prompt that the model cannot take."""
-        answering = self._engine.start(prompt, sampling, scope=scope, prompt_logits=prompt_logits)
-        return Job(tenant, answering, deliver)
+        cancelled = threading.Event()
+        answering = self._engine.start(
+            prompt, sampling, scope=scope, cancelled=cancelled, prompt_logits=prompt_logits
+        )
+        return Job(tenant, answering, deliver, cancelled)
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs, all or none. Raises Busy or Stopping."""
@@ -134,7 +136,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
-        """End a job after at most one slice; what was computed is stored. A job that is over: nothing."""
+        """End a job, in mid-forward too; what was computed is stored. A job that is over: nothing."""
         job.cancelled.set()
         with self._changed:
             self._changed.notify_all()
@@ -150,8 +152,9 @@ class Scheduler:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(grace)
-        self._cut_off = True
         with self._changed:
+            for job in [*self._active, *(job for jobs in self._waiting.values() for job in jobs)]:
+                job.cancelled.set()
             self._changed.notify_all()
         self._thread.join()
 
@@ -186,7 +189,7 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for tenant, jobs in list(self._waiting.items()):
-            for job in [one for one in jobs if self._cut_off or one.cancelled.is_set()]:
+            for job in [one for one in jobs if one.cancelled.is_set()]:
                 jobs.remove(job)
                 self._count(-1)
                 job.answering.close()
@@ -221,11 +224,11 @@ class Scheduler:
         self._guarded(job, job.answering.begin)
 
     def _advance(self, job: Job) -> None:
-        if job.cancelled.is_set() or self._cut_off:
-            self._end(job, Done("cancelled"))
-            return
-        step = self._guarded(job, job.answering.advance)
+        step = self._guarded(job, job.answering.advance) if not job.cancelled.is_set() else None
         if job not in self._active:
+            return
+        if job.cancelled.is_set():
+            self._end(job, Done("cancelled"))
             return
         if step is not None:
             if job.usage.completion_tokens == 1:

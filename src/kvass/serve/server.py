@@ -23,8 +23,8 @@ from kvass.serve.protocol import with_deadline
 from kvass.serve.scheduler import Scheduler
 from kvass.serve.tenants import Tenants
 
-SLICE_TOKENS = 128
-"""Prefill's slices: what a client that goes away, and everybody else's next token, has to wait for."""
+SLICE_TOKENS = 256
+"""Prefill's slices: what everybody else's next token has to wait for."""
 
 _IDLE_CONNECTIONS = 256
 

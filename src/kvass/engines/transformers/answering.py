@@ -1,5 +1,6 @@
 """One request under way: loads what is stored of its prompt, computes the rest, writes token by token."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from kvass.chunks import Tokens
 from kvass.engines.transformers.hosting import Host
 from kvass.engines.transformers.identity import Identity
 from kvass.engines.transformers.layers import kv_spec
-from kvass.engines.transformers.pool_cache import PoolCache
+from kvass.engines.transformers.pool_cache import Interrupted, PoolCache
 from kvass.engines.transformers.sampling import Sampler, Sampling
 from kvass.engines.transformers.text import TextStream
 from kvass.keys import Namespace, tenant_digest
@@ -74,14 +75,17 @@ class Answering:
         sampling: Sampling,
         usage: Usage,
         scope: Scope,
+        cancelled: threading.Event,
         prompt_logits: PromptLogits | None = None,
     ):
-        """`prompt_logits`: wants the logits of every prompt token, so that nothing is loaded."""
+        """`cancelled`: setting it ends even a forward call that runs, between two layers.
+        `prompt_logits`: wants the logits of every prompt token, so that nothing is loaded."""
         self.tokens = tokens
         self.usage = usage
         self.finished = False
         self._host = host
         self._sampling = sampling
+        self._cancelled = cancelled
         self._scope = scope if prompt_logits is None else replace(scope, load=False)
         self._prompt_logits = prompt_logits
         self._identity: Identity | None = None
@@ -109,16 +113,24 @@ class Answering:
         self._began = time.perf_counter()
         self._identity = self._host.identified()
         spec = self._identity.namespace.spec if self._identity else kv_spec(self._host.model)
-        self._held = PoolCache(self._host.borrow(spec, self.tokens.size + self._room))
+        pool = self._host.borrow(spec, self.tokens.size + self._room)
+        self._held = PoolCache(pool, self._cancelled.is_set)
         self._sampler = Sampler(self._sampling, self._host.model.device)
         tokenizer = self._host.tokenizer
         self._stream = TextStream(tokenizer, self._sampling.stop) if tokenizer is not None else None
         self._load(self._held)
 
     def advance(self) -> Step | None:
-        """Compute one slice of the prompt, or the next token; None where that was no token yet."""
+        """Compute one slice of the prompt, or the next token; None where that was no token yet, or where
+        the request was cancelled meanwhile."""
         if self._held is None:
             self.begin()
+        try:
+            return self._advance()
+        except Interrupted:
+            return None
+
+    def _advance(self) -> Step | None:
         held = self._held
         assert held is not None
         if held.computed < self.tokens.size:

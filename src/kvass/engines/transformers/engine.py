@@ -76,6 +76,7 @@ class Engine:
         *,
         usage: Usage | None = None,
         scope: Scope | None = None,
+        cancelled: threading.Event | None = None,
         prompt_logits: PromptLogits | None = None,
     ) -> Answering:
         """A request to be driven step by step, by one thread at a time that drives no other meanwhile.
@@ -86,7 +87,10 @@ class Engine:
         tokens = self._checked(prompt)
         if sampling.stop and self.tokenizer is None:
             raise InputError("stop texts need a tokenizer: Engine(model, cache, tokenizer=...)")
-        return Answering(self._host, tokens, sampling, usage or Usage(), scope or self._scope, prompt_logits)
+        return Answering(
+            self._host, tokens, sampling, usage or Usage(), scope or self._scope,
+            cancelled or threading.Event(), prompt_logits,
+        )  # fmt: skip
 
     def generate(
         self,
@@ -99,11 +103,12 @@ class Engine:
     ) -> Iterator[Step]:
         """Answer a prompt, token by token; prompt and answer are stored when the iterator ends or is closed.
 
-        `usage` is filled in as things happen. Setting `cancelled` ends the answer after at most one slice.
-        Raises InputError as `start` does.
+        `usage` is filled in as things happen. Setting `cancelled` ends the answer at the next layer of the
+        forward call that runs. Raises InputError as `start` does.
         """
-        answering = self.start(prompt, sampling, usage=usage, scope=scope)
-        return self._steps(answering, cancelled or threading.Event(), None)
+        cancelled = cancelled or threading.Event()
+        answering = self.start(prompt, sampling, usage=usage, scope=scope, cancelled=cancelled)
+        return self._steps(answering, cancelled, None)
 
     def read(
         self,
@@ -116,13 +121,13 @@ class Engine:
     ) -> Usage:
         """Read a prompt and store it, without an answer. `progress(n)`: the first `n` tokens are there.
 
-        Setting `cancelled` ends it after at most one slice, and what was read is stored. Raises InputError
-        as `start` does.
+        Setting `cancelled` ends it as in `generate`, and what was read is stored. Raises InputError as
+        `start` does.
         """
         scope = self._scope if tenant_salt is None else Scope(tenant_salt)
-        usage = usage or Usage()
-        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, scope=scope)
-        for _ in self._steps(answering, cancelled or threading.Event(), progress):
+        usage, cancelled = usage or Usage(), cancelled or threading.Event()
+        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, scope=scope, cancelled=cancelled)
+        for _ in self._steps(answering, cancelled, progress):
             pass
         return usage
 

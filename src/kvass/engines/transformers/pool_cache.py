@@ -1,5 +1,6 @@
 """A transformers cache whose layers are views of one pool, so that KV is loaded and stored in place."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -72,13 +73,20 @@ def _rows(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
     return tensor[first:end].transpose(0, 1)[None]
 
 
+class Interrupted(Exception):
+    """A forward call was given up between two layers; what `PoolCache.computed` counts is there."""
+
+
 class _PoolLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values `[1, kv_heads, tokens, dim]`: views of a pool. Batch 1 only."""
 
     is_croppable = True
 
-    def __init__(self, pool: TorchPool, group: int, number: int, window: int | None):
+    def __init__(
+        self, pool: TorchPool, group: int, number: int, window: int | None, given_up: Callable[[], bool]
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
+        self._given_up = given_up
         self._pool = pool
         self._place = (group, number)
         self._window = window
@@ -97,7 +105,12 @@ class _PoolLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens `[1, kv_heads, new, dim]` behind the others; all that the queries may see."""
+        """Write new tokens `[1, kv_heads, new, dim]` behind the others; all that the queries may see.
+
+        Raises Interrupted where nobody waits for this forward any more.
+        """
+        if self._given_up():
+            raise Interrupted
         if key_states.shape[0] != 1 or key_states.dtype != self.dtype:
             raise InputError(
                 f"kvass keeps one sequence in {self.dtype}; got a batch of {key_states.shape[0]} "
@@ -157,14 +170,15 @@ class _NotLoaded(np.ndarray):
 class PoolCache(Cache):
     """The cache to hand to a model, `past_key_values=PoolCache(pool)`; and to store from."""
 
-    def __init__(self, pool: TorchPool):
+    def __init__(self, pool: TorchPool, given_up: Callable[[], bool] = lambda: False):
+        """`given_up`: asked in every layer of a forward call; True ends it with Interrupted."""
         self.pool = pool
         where = {
             layer: (number, place, group.window)
             for number, group in enumerate(pool.spec.groups)
             for place, layer in enumerate(group.layers)
         }
-        self._pool_layers = [_PoolLayer(pool, *where[layer]) for layer in sorted(where)]
+        self._pool_layers = [_PoolLayer(pool, *where[layer], given_up) for layer in sorted(where)]
         self._held_from = [0] * len(pool.spec.groups)
         super().__init__(layers=list(self._pool_layers))
 
