@@ -118,7 +118,7 @@ def bench_ttft(
 
 @app.command("serve")
 def bench_serve(
-    pairs: Annotated[int, typer.Option(min=2, help="Interleaved pairs of requests for each figure.")] = 10,
+    pairs: Annotated[int, typer.Option(min=2, help="Interleaved pairs of requests for each figure.")] = 20,
     turns: Annotated[int, typer.Option(min=4, help="Turns of the chat.")] = 20,
     clients: Annotated[int, typer.Option(min=2, help="Clients that ask about one document at once.")] = 16,
     model: Model = "smollm2-135m",
