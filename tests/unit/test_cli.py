@@ -107,7 +107,7 @@ def test_rm_takes_what_follows_too(store: Path) -> None:
         (["show", "zz"], "nothing is stored under"),
         (["rm", "00"], "nothing is stored under"),
         (["ls", "--tier", "moon"], "no tier called 'moon'"),
-        (["explain"], "either the prompt's text or --file"),
+        (["explain"], "the prompt's text, or --file"),
         (["explain", "--file", "/does/not/exist"], "cannot read the prompt"),
         (["explain", "hello", "--model", "no-such-model"], "no-such-model"),
         (["conformance", "no.such:Thing"], "no.such"),

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from kvass import KVCache, Pool, Settings
 from kvass.cli import app
+from kvass.errors import InputError
 
 pytestmark = pytest.mark.model
 
@@ -22,15 +23,16 @@ def loaded(smollm2_bf16: Any, shm: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("KVASS_HOST_PATH", str(shm / "host"))
     monkeypatch.setenv("KVASS_DISK_PATH", str(tmp_path / "disk"))
     monkeypatch.setenv("KVASS_DISK_BYTES", "0")
+    monkeypatch.setenv("KVASS_STATE_PATH", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("kvass.engines.transformers.load_model", lambda *_, **__: smollm2_bf16)
     return smollm2_bf16
 
 
-def keep(loaded: Any, tokens: list[int]) -> None:
+def keep(loaded: Any, tokens: list[int], salt: str = "") -> None:
     from kvass.engines.transformers import identify
 
-    namespace = identify(loaded.model).namespace
+    namespace = identify(loaded.model, tenant_salt=salt).namespace
     with KVCache.open(Settings.load()) as cache:
         cache.store(tokens, namespace, Pool(namespace.spec, len(tokens))).wait()
 
@@ -85,3 +87,25 @@ def test_another_question_has_no_cause(loaded: Any) -> None:
 def test_nothing_alike(loaded: Any) -> None:
     found = json.loads(explain("--json", "Hello"))
     assert (found["hit_tokens"], found["difference"], found["cause"], found["fix"]) == (0, None, None, None)
+
+
+def test_a_chat_as_a_client_of_some_tenant_sends_it(loaded: Any, tmp_path: Path) -> None:
+    from kvass.engines.transformers import encode_chat
+    from kvass.serve.tenants import tenant_salt
+
+    messages = [{"role": "system", "content": MANUAL * 3}, {"role": "user", "content": "How?"}]
+    keep(loaded, encode_chat(loaded, messages), tenant_salt(Settings.load(), "acme"))
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(messages))
+    found = json.loads(explain("--json", "--messages", str(path), "--tenant", "acme"))
+    assert found["hit_tokens"] == found["tokens"]
+    assert json.loads(explain("--json", "--messages", str(path)))["hit_tokens"] == 0
+    assert json.loads(explain("--json", "--messages", str(path), "--tenant", "other"))["hit_tokens"] == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]x", '["hi"]', '[{"role": "wizard", "content": "x"}]'])
+def test_what_is_no_chat_is_said_in_a_line(loaded: Any, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="chat.json"):
+        CliRunner().invoke(app, ["explain", "--messages", str(path)], catch_exceptions=False)

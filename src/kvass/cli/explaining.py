@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
 
 from kvass.cache import KVCache
 from kvass.cache.causes import cause_of
-from kvass.cli.output import AsJson, Model, needs_transformers, out, print_json
+from kvass.cli.output import AsJson, Model, Tenant, needs_transformers, out, print_json
 from kvass.config import Settings
 from kvass.errors import InputError
+from kvass.serve.schemas import Message
+from kvass.serve.tenants import tenant_salt
 
 _LOOKED_AT = 1024
 """Tokens of both texts in which a cause is looked for; a turn that was left out has to fit in."""
@@ -27,21 +30,34 @@ def explain(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32, as the prompt was run.")
     ] = "bfloat16",
-    chat: Annotated[bool, typer.Option(help="Put the text into the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option(help="The text is a user's message, alone in a chat.")] = False,
+    messages: Annotated[
+        Path | None, typer.Option(help="JSON file with a chat's messages, as a client sends them.")
+    ] = None,
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how much of a prompt is stored, where it first differs from what is, and the usual cause and fix.
 
-    Example: kvass explain --chat --file prompt.txt
+    Example: kvass explain --messages chat.json
     """
-    text = _prompt(prompt, file)
+    asked = _asked(prompt, file, messages)
+    if chat and isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
     needs_transformers()
-    from kvass.engines.transformers import encode_chat, encode_text, identify, load_model
+    from kvass.engines.transformers import identify, load_model
+    from kvass.serve.answers import Answers
+    from kvass.serve.prompts import ChatEncoder
 
     settings = Settings.load()
+    salt = tenant_salt(settings, tenant)
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
-    tokens = encode_chat(loaded, [{"role": "user", "content": text}]) if chat else encode_text(loaded, text)
-    namespace = identify(loaded.model, tenant_salt=settings.tenant_salt).namespace
+    namespace = identify(loaded.model, tenant_salt=salt).namespace
+    encoder = ChatEncoder(loaded, Answers(settings.state_path))  # as a server would
+    if isinstance(asked, str):
+        tokens = encoder.text(asked, special=True)
+    else:
+        tokens = encoder.encode(asked, root=namespace.root())
     with KVCache.open(settings) as cache:
         found = cache.explain(tokens, namespace, context=_LOOKED_AT)
     difference, cause = None, None
@@ -89,12 +105,18 @@ def _behind(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str
     return whole[len(start) :] if whole.startswith(start) else _decoded(tokenizer, tokens)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise InputError("give either the prompt's text or --file")
+def _asked(prompt: str | None, file: Path | None, messages: Path | None) -> str | list[dict[str, Any]]:
+    """A prompt's text, or a chat's messages."""
+    if sum(given is not None for given in (prompt, file, messages)) != 1:
+        raise InputError("give the prompt's text, or --file, or --messages")
     try:
+        if messages is not None:
+            read = TypeAdapter(list[Message]).validate_json(messages.read_bytes())
+            return [message.for_template() for message in read]
         if file is not None:
             return file.read_text()
         return sys.stdin.read() if prompt == "-" else str(prompt)
+    except ValidationError as error:
+        raise InputError(f"{messages} is no JSON list of messages: {error.errors()[0]['msg']}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the prompt: {error}") from error

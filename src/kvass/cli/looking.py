@@ -10,15 +10,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvass.cache import KVCache, StoredChunk
-from kvass.cli.output import AsJson, out, print_json, progress, size, when
+from kvass.cli.output import AsJson, Tenant, out, print_json, progress, size, when
 from kvass.config import Settings
 from kvass.errors import CorruptObjectError, InputError
 from kvass.keys import tenant_digest
+from kvass.serve.tenants import tenant_salt
 
 
 def list_objects(
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many objects.")] = 50,
     tier: Annotated[str | None, typer.Option(help="Only this tier (host, disk).")] = None,
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """List stored objects of this tenant: address, tokens, size, tier, model.
@@ -28,7 +30,7 @@ def list_objects(
     settings = Settings.load()
     with KVCache.open(settings) as cache:
         _known_tier(cache, tier)
-        shown = list(islice(_own(cache, settings, tier), limit))
+        shown = list(islice(_own(cache, tenant_salt(settings, tenant), tier), limit))
     if as_json:
         print_json([_row(stored, header) for stored, header in shown])
         return
@@ -51,9 +53,9 @@ def _known_tier(cache: KVCache, tier: str | None) -> None:
         raise InputError(f"there is no tier called {tier!r}; there are: {', '.join(names) or 'none'}")
 
 
-def _own(cache: KVCache, settings: Settings, tier: str | None = None) -> Iterator[tuple[StoredChunk, Any]]:
-    """Objects of the caller's tenant whose header can be read."""
-    tenant = tenant_digest(settings.tenant_salt)
+def _own(cache: KVCache, salt: str, tier: str | None = None) -> Iterator[tuple[StoredChunk, Any]]:
+    """Objects of one tenant whose header can be read."""
+    tenant = tenant_digest(salt)
     for stored in cache.entries():
         if tier is not None and stored.tier != tier:
             continue
@@ -76,6 +78,7 @@ def _row(stored: StoredChunk, header: Any) -> dict[str, Any]:
 
 def show(
     key: Annotated[str, typer.Argument(help="An address as `ls` prints it, or its beginning.")],
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one object: header, provenance, size per layer; its bytes are verified.
@@ -83,8 +86,9 @@ def show(
     Example: kvass show 3f9a12
     """
     settings = Settings.load()
+    salt = tenant_salt(settings, tenant)
     with KVCache.open(settings) as cache:
-        stored, header = _find(cache, settings, key)
+        stored, header = _find(cache, salt, key)
         arrays = stored.arrays()
     layers = {name: [layer.nbytes for layer in array] for name, array in arrays.items()}
     described = {
@@ -119,10 +123,10 @@ def _per_layer(layers: dict[str, list[int]]) -> str:
     return ", ".join(f"{name} {size(sizes[0])}" for name, sizes in layers.items())
 
 
-def _find(cache: KVCache, settings: Settings, key: str) -> tuple[StoredChunk, Any]:
+def _find(cache: KVCache, salt: str, key: str) -> tuple[StoredChunk, Any]:
     plain = key.replace("…", "")
     found: dict[str, tuple[StoredChunk, Any]] = {}
-    for stored, header in _own(cache, settings):
+    for stored, header in _own(cache, salt):
         if plain and stored.address.startswith(plain.split("-")[0]):
             found.setdefault(stored.address, (stored, header))
         if len({address.split("-")[0] for address in found}) > 1:  # parts of one key are one thing
@@ -153,6 +157,7 @@ def verify(as_json: AsJson = False) -> None:
 
 def rm(
     keys: Annotated[list[str], typer.Argument(help="Addresses as `ls` prints them, or their beginnings.")],
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete objects with everything that continues them, in every tier.
@@ -160,8 +165,9 @@ def rm(
     Example: kvass rm 3f9a12
     """
     settings = Settings.load()
+    salt = tenant_salt(settings, tenant)
     with KVCache.open(settings) as cache:
-        addresses = [_find(cache, settings, key)[0].address for key in keys]
+        addresses = [_find(cache, salt, key)[0].address for key in keys]
         gone = sum(cache.remove(address) for address in addresses)
     if as_json:
         print_json({"deleted": gone})

@@ -17,6 +17,9 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on standard output.")]
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", help="Of this tenant of a server; without, of KVASS_TENANT_SALT.")
+]
 Model = Annotated[str, typer.Option(help="A bundled model, a .gguf file, or a model directory.")]
 
 
