@@ -104,7 +104,7 @@ def _of_model(model: str, numbers: dict[str, int | None], dtype: str) -> KVSpec:
     if named:
         raise InputError(f"{named[0]} stands instead of a MODEL, not beside one")
     needs_transformers()
-    from kvass.cli.shapes import spec_of_config
+    from kvass.engines.transformers.shapes import spec_of_config
 
     return spec_of_config(model, dtype, Settings.load().models_path)
 
