@@ -1,5 +1,6 @@
 """kvass warm: the same files give the same contexts, and only what follows a change is read again."""
 
+import contextlib
 import json
 import os
 import re
@@ -460,9 +461,16 @@ def test_ctrl_c_ends_a_reading_in_good_order_and_a_second_one_at_once(capsys: An
 @pytest.mark.model
 def test_watching(store: Path) -> None:
     arguments = ["warm", str(store / "p"), "--watch", "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvass", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "kvass", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # or a failure below would wait for it for ever
         assert process.stdout is not None and process.stderr is not None
         first = json.loads(process.stdout.readline())
         assert first["read_tokens"] == first["tokens"]

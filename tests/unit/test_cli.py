@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from kvass import KVCache, KVSpec, LayerGroup, Namespace, Pool, Settings
 from kvass.cli import app
 from kvass.keys import tenant_digest
+from kvass.serve.tenants import Tenants
 
 
 def space(tenant: str = "") -> Namespace:
@@ -99,6 +100,14 @@ def test_rm_takes_what_follows_too(store: Path) -> None:
     first = next(row for row in listed("--tier", "host") if row["position"] == 0)
     assert json.loads(kvass("rm", first["address"], "--json")) == {"deleted": 6}
     assert listed() == []
+
+
+def test_a_new_key_is_one_that_a_server_takes(store: Path, tmp_path: Path) -> None:
+    printed = kvass("key", "acme").splitlines()
+    path = tmp_path / "keys.toml"
+    path.write_text(printed[3] + "\n")
+    tenants = Tenants.load(Settings.load(api_keys_file=path))
+    assert tenants.of(printed[1]) == "acme" and tenants.of(printed[1] + "x") is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def serve(
     from kvass.serve.server import run
 
     def ready(url: str, name: str) -> None:
-        out.print(f"kvass serves {escape(name)} on {url}/v1 (Ctrl-C ends it)")
+        out.print(f"kvass serves {escape(name)} on {url}/v1 (Ctrl-C ends it)", soft_wrap=True)
 
     run(settings, listening, tenants, model=model, dtype=dtype, ready=ready)
 
@@ -52,5 +52,5 @@ def key(
     if as_json:
         print_json({"tenant": tenant, "key": made, "hash": digest, "line": line})
         return
-    out.print(f"key, to be given to {tenant} (shown only now): {made}")
-    out.print(f"line for the file that api_keys_file names: {escape(line)}")
+    out.print(f"key, to be given to {tenant} (shown only now):\n{made}", soft_wrap=True)
+    out.print(f"line for the file that api_keys_file names:\n{escape(line)}", soft_wrap=True)

@@ -224,15 +224,16 @@ class Answering:
         self._stored = computed
         return self.usage.ticket
 
-    def close(self) -> None:
-        """Store what was computed and give the memory back. More than once is fine."""
+    def close(self, *, keep: bool = True) -> None:
+        """Store what was computed (unless in doubt) and give the memory back. More than once is fine."""
         self.usage.finish_reason = self.usage.finish_reason or "cancelled"
         self.finished = True
         held = self._held
         if held is None:
             return
         try:
-            self.keep()
+            if keep:
+                self.keep()
         finally:
             self._held = None
             self._host.give_back(held.pool)

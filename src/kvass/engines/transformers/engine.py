@@ -38,7 +38,7 @@ class Engine:
         tokenizer: Any = None,
         tenant_salt: str = "",
         epoch: str = "",
-        slice_tokens: int | None = 512,
+        slice_tokens: int | None = 256,
         spare_pools: int = 1,
     ):
         """`model`: of transformers, also within peft. `slice_tokens` None: prefill in one call.
@@ -99,7 +99,6 @@ class Engine:
         *,
         usage: Usage | None = None,
         cancelled: threading.Event | None = None,
-        scope: Scope | None = None,
     ) -> Iterator[Step]:
         """Answer a prompt, token by token; prompt and answer are stored when the iterator ends or is closed.
 
@@ -107,14 +106,13 @@ class Engine:
         forward call that runs. Raises InputError as `start` does.
         """
         cancelled = cancelled or threading.Event()
-        answering = self.start(prompt, sampling, usage=usage, scope=scope, cancelled=cancelled)
+        answering = self.start(prompt, sampling, usage=usage, cancelled=cancelled)
         return self._steps(answering, cancelled, None)
 
     def read(
         self,
         prompt: TokenIds,
         *,
-        tenant_salt: str | None = None,
         usage: Usage | None = None,
         cancelled: threading.Event | None = None,
         progress: Callable[[int], None] | None = None,
@@ -124,9 +122,8 @@ class Engine:
         Setting `cancelled` ends it as in `generate`, and what was read is stored. Raises InputError as
         `start` does.
         """
-        scope = self._scope if tenant_salt is None else Scope(tenant_salt)
         usage, cancelled = usage or Usage(), cancelled or threading.Event()
-        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, scope=scope, cancelled=cancelled)
+        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, cancelled=cancelled)
         for _ in self._steps(answering, cancelled, progress):
             pass
         return usage

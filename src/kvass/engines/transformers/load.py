@@ -105,7 +105,7 @@ def render_chat(
 ) -> str:
     """Return a chat as the model's template writes it. Raises InputError as `encode_chat` does."""
     if loaded.tokenizer.chat_template is None:
-        raise InputError(f"the model {loaded.name} has no chat template; use encode_text")
+        raise InputError(f"the model {loaded.name} has no chat template; give it plain text")
     try:
         text = loaded.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
