@@ -54,6 +54,7 @@ def _error(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"messages": USER, "stop": ""}, "stop"),
         ({"messages": USER, "stop": [""]}, "stop"),
         ({"messages": USER, "stop": ["x"] * 17}, "stop"),
+        ({"messages": USER, "stop": "x" * 257}, "stop"),
         ({"messages": USER, "logprobs": 5}, "logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": USER, "seed": "x"}, "seed"),

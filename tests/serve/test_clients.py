@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from harness.servers import TINY_LENGTH, Server
+from kvass.serve.logprobs import TokenLogprob, for_chat, for_completion
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -135,6 +136,15 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, server: Server) -> None:
         assert len(one.top_logprobs) == 3
         assert one.logprob == pytest.approx(one.top_logprobs[0].logprob)
         assert bytes(one.bytes).decode() == one.token
+
+
+def test_a_part_of_a_character_has_no_bytes_and_the_likeliest_of_a_text_counts() -> None:
+    """A client joins the bytes of tokens to characters: those of a replacement would be wrong ones."""
+    found = [TokenLogprob(7, -0.5, [(7, -0.5), (8, -3.0)])]
+    (shown,) = for_chat(found, lambda token: "\N{REPLACEMENT CHARACTER}")["content"]
+    assert shown["bytes"] is None and shown["top_logprobs"][1]["bytes"] is None
+    assert for_chat(found, lambda token: "é")["content"][0]["bytes"] == [0xC3, 0xA9]
+    assert for_completion(found, lambda token: "?", 0)["top_logprobs"] == [{"?": -0.5}]
 
 
 def test_models(client: openai.OpenAI, server: Server) -> None:

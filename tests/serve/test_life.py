@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -38,6 +39,9 @@ def test_what_cannot_be_served_is_said_in_a_line(tiny_model: str, tmp_path: Path
     port = str(httpx.URL(server.url).port)
     assert port in _refused(tiny_model, tmp_path, "--port", port)
     assert "api_keys" in _refused(tiny_model, tmp_path, "--port", "0", api_keys="nonsense")
+    keys = {"api_keys": "me=0123456789abcdef"}
+    assert "cannot listen" in _refused(tiny_model, tmp_path, "--host", "ä..b", **keys)
+    assert "'a b'" in _refused(tiny_model, tmp_path, "--port", "0", public_tenants="a b")
 
 
 def test_an_open_address_with_keys_is_served(start: Callable[..., Server]) -> None:
@@ -69,6 +73,12 @@ def test_a_stop_lets_requests_finish_and_keeps_their_state(
     assert again["choices"] == found[0].json()["choices"]
 
 
+def test_a_stop_that_comes_at_once_is_a_stop(start: Callable[..., Server]) -> None:
+    server = start()
+    server.process.terminate()
+    assert server.process.wait(30) == 0
+
+
 def test_past_the_grace_requests_are_cut_off_and_still_kept(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
@@ -77,7 +87,7 @@ def test_past_the_grace_requests_are_cut_off_and_still_kept(
 
     def ask() -> None:
         try:
-            found.append(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3500}).status_code)
+            found.append(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3500}))
         except httpx.HTTPError as error:
             found.append(error)
 
@@ -88,9 +98,26 @@ def test_past_the_grace_requests_are_cut_off_and_still_kept(
     server.process.terminate()
     assert server.process.wait(20) == 0
     client.join()
-    assert found != [200]
+    assert found[0].status_code == 503 and found[0].json()["error"]["type"] == "server_error"
     again = start(folder=tmp_path).post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+
+
+def test_a_memory_of_answers_that_somebody_locks_holds_nobody_up(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start(folder=tmp_path)
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    asked = threading.Thread(target=server.post, args=("/v1/chat/completions", body))
+    slowest = 0.0
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "answers.sqlite")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        asked.start()
+        while asked.is_alive():
+            began = time.perf_counter()
+            assert httpx.get(server.url + "/healthz").status_code == 200
+            slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 0.7  # the answer itself waits for a second
 
 
 def test_a_second_signal_ends_it_at_once(start: Callable[..., Server], tmp_path: Path) -> None:

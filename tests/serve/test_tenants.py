@@ -135,6 +135,8 @@ class TestKeys:
             "=0123456789abcdef0",
             "a b=0123456789abcdef0",
             "a=0123456789abcdef,b=0123456789abcdef",
+            "acme=ключ-0123456789abcdef",
+            "acme= 0123456789abcdef",
         ],
     )
     def test_unusable_keys_are_refused_by_name(self, keys: str) -> None:

@@ -93,7 +93,7 @@ class Answers:
                     (where, _digest(where, text)),
                 ).fetchone()
             return (np.frombuffer(row[0], "<i4").tolist(), int(row[1])) if row else None
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             log.warning("kvass: an answer is not recalled: %s", error)
             return None
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -22,14 +22,14 @@ from kvass.config import Settings
 from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
-from kvass.serve.errors import ApiError, error_body
+from kvass.serve.errors import FAULT, ApiError, error_body
 from kvass.serve.prompts import ChatEncoder
 from kvass.serve.replies import ChatShape, CompletionShape
 from kvass.serve.reply import RunResponse
 from kvass.serve.run import Asked, Run, Speed
 from kvass.serve.scheduler import Busy, Scheduler, Stopping
 from kvass.serve.schemas import ChatRequest, CompletionRequest, KvassOptions
-from kvass.serve.tenants import OPERATOR, Tenants, check_name, tenant_salt
+from kvass.serve.tenants import OPERATOR, Tenants, tenant_salt
 
 log = logging.getLogger("kvass.serve")
 
@@ -60,8 +60,7 @@ class Service:
 
     def scope(self, tenant: str, options: KvassOptions) -> Scope:
         """What a request of a tenant may load and keep."""
-        public = [name.strip() for name in self.settings.public_tenants.split(",") if name.strip()]
-        salts = tuple(self.salt(check_name(name)) for name in public if name != tenant)
+        salts = tuple(self.salt(name) for name in self.tenants.public if name != tenant)
         return Scope(self.salt(tenant), salts, options.load, options.keep)
 
     def root(self, tenant: str) -> bytes:
@@ -142,17 +141,10 @@ def _asked_completion(service: Service, body: CompletionRequest) -> list[Asked]:
 # -- the app ------------------------------------------------------------------------------------------
 
 
-def make_app(service: Service, shut_down: Callable[[], Awaitable[None]]) -> FastAPI:
-    """The routes over a service. `shut_down` is awaited when the server ends."""
-    from contextlib import asynccontextmanager
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> Any:
-        yield
-        await shut_down()
-
+def make_app(service: Service) -> FastAPI:
+    """The routes over a service."""
     app = FastAPI(
-        title="kvass", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="kvass", version=__version__, docs_url=None, redoc_url=None,
         description="OpenAI-compatible completions whose prompts are never read twice.",
     )  # fmt: skip
     app.router.route_class = _Route
@@ -232,8 +224,10 @@ def make_app(service: Service, shut_down: Callable[[], Awaitable[None]]) -> Fast
         service.check_model(name)
         return model()
 
-    @app.get("/healthz")
+    @app.get("/healthz", responses={503: {"description": "To be restarted"}})
     def healthz() -> dict[str, str]:
+        if service.scheduler.failed:
+            raise ApiError(503, "the server failed and answers no request any more; restart it")
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: errors[503]})
@@ -293,6 +287,10 @@ def _add_error_shapes(app: FastAPI) -> None:
             what = f"is not JSON: {first['ctx']['error']}"
         message = f"{param}: {what}" if param else f"the body: {what}"
         return JSONResponse(error_body(400, message, param), 400)
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:  # which goes on to the guard, and to the log
+        return JSONResponse(error_body(500, FAULT), 500)
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+FAULT = "the server failed to answer; its log says why"
+
 
 class ApiError(Exception):
     """An answer other than 200. `param` names the field that is wrong."""

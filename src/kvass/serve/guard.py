@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from kvass import metrics
-from kvass.serve.errors import error_body
+from kvass.serve.errors import FAULT, error_body
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -57,7 +57,7 @@ class Guard:
             log.exception("kvass: a request failed")
             metrics.failed_requests.inc()
             if status == 499:
-                await _answer(counted, 500, "the server failed to answer; its log says why")
+                await _answer(counted, 500, FAULT)
         finally:
             metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
 

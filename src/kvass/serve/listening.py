@@ -20,7 +20,7 @@ def listen(host: str, port: int, tenants: Tenants) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: no name that DNS could have
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}; choose another --port") from error
 
 

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a token with a part of a character decodes to; its bytes are not these."""
+
 
 class TokenLogprob(NamedTuple):
     """A token, its log probability (None: nothing stood before it) and the most likely ones instead."""
@@ -44,7 +47,8 @@ def for_chat(found: Sequence[TokenLogprob], decode: Callable[[int], str]) -> dic
 
     def shown(token: int, logprob: float | None) -> dict[str, Any]:
         text = decode(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        whole = _UNFINISHED not in text
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     return {
         "content": [
@@ -66,9 +70,14 @@ def for_completion(
     return {
         "tokens": texts,
         "token_logprobs": [one.logprob for one in found],
-        "top_logprobs": [
-            {decode(token): logprob for token, logprob in one.top} if one.logprob is not None else None
-            for one in found
-        ],
+        "top_logprobs": [_by_text(one.top, decode) if one.logprob is not None else None for one in found],
         "text_offset": offsets,
     }
+
+
+def _by_text(top: Sequence[tuple[int, float]], decode: Callable[[int], str]) -> dict[str, float]:
+    """Of tokens with the same text, such as parts of characters, the likeliest."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        found.setdefault(decode(token), logprob)
+    return found

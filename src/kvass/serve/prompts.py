@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvass.engines.transformers import LoadedModel, render_chat
@@ -36,8 +36,11 @@ class ChatEncoder:
         self._guard = threading.Lock()
         self._max_tokens = max_tokens
         self._special = _special(self._tokenizer)
+        added = self._tokenizer.added_tokens_decoder
+        self._special_ids = {*self._tokenizer.all_special_ids, *(one for one in added if added[one].special)}
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         self._joins = self._decode(self._encode("a") + self._encode("b")) == "ab"
+        self._opening = _opening(loaded)
 
     # -- text -----------------------------------------------------------------------------------------
 
@@ -92,10 +95,11 @@ class ChatEncoder:
 
         Raises InputError where the template refuses the messages.
         """
-        contents = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-        self._check_length(contents)
-        mark, fence = _unused(contents, 2)
-        plain = [_with_content(one, _broken(one.get("content"), self._special, mark)) for one in messages]
+        texts = list(_texts([messages, tools]))
+        self._check_length(texts)
+        mark, fence = _unused(texts, 2)
+        plain = _broken(list(messages), self._special, mark)
+        tools = _broken(tools, self._special, mark)
         rendered = render_chat(self._loaded, plain, tools=tools)
         answers = self._former(plain, rendered, fence, tools) if self._answers is not None and root else []
         return self._spliced(rendered, mark, answers, root)
@@ -120,10 +124,17 @@ class ChatEncoder:
         for number, piece in enumerate(pieces):
             if number % 2:
                 text = texts[number // 2]
-                lead = len(text) - len(text.lstrip())  # which a template may have cut off, or written itself
-                found.append(_Answer(at - lead, at + len(piece), text))
+                found.append(_Answer(self._start(rendered, at, text), at + len(piece), text))
             at += len(piece)
         return found
+
+    def _start(self, rendered: str, at: int, text: str) -> int:
+        """Where an answer begins of which the first letter stands at `at`: with the blanks before it, unless
+        a template cut these off and wrote its own. Those belong to the prompt, and stay in one piece."""
+        blanks = text[: len(text) - len(text.lstrip())]
+        start = at - len(blanks)
+        whole = rendered.startswith(blanks, start) and rendered.endswith(self._opening, 0, start)
+        return start if whole else at
 
     def _spliced(self, rendered: str, mark: str, answers: Sequence[_Answer], root: bytes) -> list[int]:
         """Tokens of a rendered chat: known answers by their ids, what stands between them by its text.
@@ -143,7 +154,7 @@ class ChatEncoder:
             add(self._between(rendered[at : answer.start], mark, first=not ids))
             at = answer.start
             tokens, covered = self._recall(place.digest(), answer.text) or ([], 0)
-            if covered and rendered[at : at + covered] == answer.text[:covered]:
+            if covered > 0 and rendered[at : at + covered] == answer.text[:covered]:
                 add(tokens)
                 at += covered
         return ids + self._between(rendered[at:], mark, first=not ids)
@@ -166,25 +177,33 @@ class ChatEncoder:
 
     def _decodes_to(self, ids: list[int], text: str) -> bool:
         vocabulary = len(self._tokenizer)
-        return all(0 <= one < vocabulary for one in ids) and self._decode(ids) == text
+        known = all(0 <= one < vocabulary for one in ids) and not self._special_ids & set(ids)
+        return known and self._decode(ids) == text
 
     def remember(self, root: bytes, prompt: Sequence[int], written: Sequence[int], text: str) -> None:
         """Keep what was generated behind a prompt, for the turn in which it comes back as text."""
         if self._answers is None or not text:
             return
         ids = list(written)
-        while ids and ids[-1] in self._special_ids():
+        while ids and ids[-1] in self._special_ids:
             ids.pop()
         while ids and not text.startswith(self._decode(ids)):  # a stop text was cut off, or half a character
             ids.pop()
         covered = len(self._decode(ids)) if ids else 0
-        if covered and not self._special_ids() & set(ids):
+        if covered and not self._special_ids & set(ids):
             where = Place(root)
             where.add(prompt)
             self._answers.remember(where.digest(), text, ids, covered)
 
-    def _special_ids(self) -> set[int]:
-        return set(self._tokenizer.all_special_ids)
+
+def _opening(loaded: LoadedModel) -> str:
+    """What a template writes before an answer; nothing where it has no chats of this kind."""
+    question = [{"role": "user", "content": "a"}]
+    try:
+        asked, told = (render_chat(loaded, question, add_generation_prompt=one) for one in (True, False))
+    except InputError:
+        return ""
+    return asked.removeprefix(told) if asked.startswith(told) else ""
 
 
 def _special(tokenizer: Any) -> list[str]:
@@ -195,13 +214,30 @@ def _special(tokenizer: Any) -> list[str]:
     return sorted(texts | set(tokenizer.all_special_tokens), key=len, reverse=True)
 
 
-def _broken(text: Any, special: Sequence[str], mark: str) -> Any:
-    """The text with a mark inside of whatever reads like a special token."""
-    if isinstance(text, str):
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in messages and tools, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield key
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _broken(value: Any, special: Sequence[str], mark: str) -> Any:
+    """The same with a mark inside of whatever reads like a special token, in every text of it."""
+    if isinstance(value, str):
         for one in special:
-            if one in text:
-                text = text.replace(one, one[0] + mark + one[1:])
-    return text
+            if one in value:
+                value = value.replace(one, one[0] + mark + one[1:])
+    elif isinstance(value, Mapping):
+        return {_broken(key, special, mark): _broken(one, special, mark) for key, one in value.items()}
+    elif isinstance(value, list):
+        return [_broken(one, special, mark) for one in value]
+    return value
 
 
 def _unused(texts: Sequence[str], count: int) -> list[str]:
@@ -209,10 +245,6 @@ def _unused(texts: Sequence[str], count: int) -> list[str]:
     if len(free) < count:
         raise InputError("the messages hold Unicode noncharacters (U+FDD0 to U+FDEF); leave these out")
     return free[:count]
-
-
-def _with_content(message: Mapping[str, Any], content: Any) -> dict[str, Any]:
-    return {**message, "content": content}
 
 
 def _fenced(message: Mapping[str, Any], fence: str) -> Mapping[str, Any]:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvass import metrics
-from kvass.engines.transformers import Sampling, Scope, Step
+from kvass.engines.transformers import Sampling, Scope, Step, Usage
+from kvass.serve.errors import FAULT
 from kvass.serve.logprobs import PromptLogprobs, TokenLogprob, logprobs
 from kvass.serve.prompts import ChatEncoder
-from kvass.serve.scheduler import Done, Event, Job, Scheduler
+from kvass.serve.scheduler import Done, Event, Failed, Job, Scheduler
 
 _LEARN_FROM = 64
 """Tokens that a prefill must have computed to say something of the machine's speed."""
@@ -39,17 +40,25 @@ class Delta(NamedTuple):
     finish: str | None
 
 
+class _Token(NamedTuple):
+    """A step without its logits: a queue of those for a client that reads slowly would fill the memory."""
+
+    token: int
+    text: str
+    logprobs: list[TokenLogprob]
+
+
 class Speed:
     """Seconds a token of prefill takes, learned from the requests so far."""
 
     def __init__(self) -> None:
         self._seconds: float | None = None
 
-    def learn(self, job: Job) -> None:
-        """Take a request into account."""
-        computed = job.answering.read - job.usage.cached_tokens
+    def learn(self, usage: Usage) -> None:
+        """Take a request into account that read all of its prompt."""
+        computed = usage.prompt_tokens - usage.cached_tokens
         if computed >= _LEARN_FROM:
-            seconds = job.usage.prefill_seconds / computed
+            seconds = usage.prefill_seconds / computed
             self._seconds = seconds if self._seconds is None else 0.8 * self._seconds + 0.2 * seconds
 
     def saved(self, tokens: int, load_seconds: float) -> float | None:
@@ -93,7 +102,7 @@ class Run:
         self._encoder = encoder
         self._speed = speed
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, _Token | Done | Failed]] = asyncio.Queue()
         self._echoes: dict[int, PromptLogprobs] = {}
         self._choices: list[_Choice] = []
         self.cancelled = False
@@ -109,13 +118,14 @@ class Run:
         if asked.echo is not None and asked.top is not None:
             collect = self._echoes[index] = PromptLogprobs(asked.prompt, asked.top)
         job = self._scheduler.start(
-            tenant, asked.prompt, sampling, scope, partial(self._deliver, index), collect
+            tenant, asked.prompt, sampling, scope, partial(self._deliver, index, asked.top), collect
         )
         return _Choice(asked, job)
 
-    def _deliver(self, index: int, event: Event) -> None:
+    def _deliver(self, index: int, top: int | None, event: Event) -> None:
+        what = _token(event, top) if isinstance(event, Step) else event
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, what))
 
     def submit(self) -> None:
         """Queue all of it. Raises Busy or Stopping."""
@@ -143,7 +153,7 @@ class Run:
         while not self.over:
             index, event = await self._events.get()
             choice = self._choices[index]
-            if isinstance(event, Step):
+            if isinstance(event, _Token):
                 if not self.cancelled:
                     yield self._step(index, choice, event)
             elif isinstance(event, Done):
@@ -154,17 +164,14 @@ class Run:
                     raise ServerFault(503, "the server is stopping")
                 if not choice.written and choice.asked.echo is not None:
                     yield self._delta(index, choice, "", [])
-                self._account(choice)
+                await self._account(choice)
                 yield Delta(index, "", [], event.reason)
             else:
                 choice.over = True
-                raise ServerFault(500, "the server failed to answer; its log says why")
+                raise ServerFault(500, FAULT)
 
-    def _step(self, index: int, choice: _Choice, step: Step) -> Delta:
-        top, found = choice.asked.top, []
-        if top is not None:
-            found = logprobs(step.logits[None], [step.token], top)
-        delta = self._delta(index, choice, step.text, found)
+    def _step(self, index: int, choice: _Choice, step: _Token) -> Delta:
+        delta = self._delta(index, choice, step.text, step.logprobs)
         choice.written.append(step.token)
         choice.text += step.text
         return delta
@@ -177,14 +184,17 @@ class Run:
                 found = self._echoes[index].found + found
         return Delta(index, text, found, None)
 
-    def _account(self, choice: _Choice) -> None:
+    async def _account(self, choice: _Choice) -> None:
         usage, asked = choice.job.usage, choice.asked
-        self._speed.learn(choice.job)
+        self._speed.learn(usage)
         metrics.prompt_tokens.labels("tiers").inc(usage.cached_tokens)
         metrics.prompt_tokens.labels("computed").inc(usage.prompt_tokens - usage.cached_tokens)
         metrics.completion_tokens.inc(usage.completion_tokens)
         if asked.root:
-            self._encoder.remember(asked.root, asked.prompt, choice.written, choice.text)
+            # not here: a file that somebody locks, or a long text being tokenised, would hold up all streams
+            await asyncio.to_thread(
+                self._encoder.remember, asked.root, asked.prompt, choice.written, choice.text
+            )
 
     # -- what it cost ---------------------------------------------------------------------------------
 
@@ -224,3 +234,8 @@ class Run:
             "load_seconds": round(seconds, 6),
             "saved_seconds": self._speed.saved(cached, seconds),
         }
+
+
+def _token(step: Step, top: int | None) -> _Token:
+    found = logprobs(step.logits[None], [step.token], top) if top is not None else []
+    return _Token(step.token, step.text, found)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -60,7 +61,6 @@ class Job:
     deliver: Callable[[Event], None]
     cancelled: threading.Event
     arrived: float = field(default_factory=time.perf_counter)
-    waited_for: bool = False
 
     @property
     def usage(self) -> Usage:
@@ -72,8 +72,8 @@ class Job:
         return self.answering.read < self.answering.tokens.size
 
     def shares_with(self, other: "Job", chunk_tokens: int) -> bool:
-        """Whether this one's prompt begins with a chunk or more that the other is still computing."""
-        if self.tenant != other.tenant or not other.reading:
+        """Whether this one's prompt begins with a chunk or more that the other computes."""
+        if self.tenant != other.tenant:
             return False
         if not self.answering.scope.load or not other.answering.scope.keep:
             return False
@@ -99,6 +99,7 @@ class Scheduler:
         self._queued = 0
         self._active: list[Job] = []
         self._stopping = False
+        self.failed = False  # for good: only another server helps
         self._seconds = 1.0  # that a request takes, a moving average
         self._ticket: StoreTicket | None = None
         self._thread = threading.Thread(target=self._run, name="kvass-scheduler", daemon=True)
@@ -161,9 +162,25 @@ class Scheduler:
     # -- the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._admit():
-            for job in list(self._active):
-                self._advance(job)
+        try:
+            while self._admit():
+                for job in list(self._active):
+                    self._guarded(job, partial(self._advance, job))
+        except Exception:
+            log.exception("kvass: the scheduler ended; no request is answered any more")
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        """Nobody must wait for what will never come."""
+        with self._changed:
+            self._stopping = self.failed = True
+            left = [*self._active, *(job for jobs in self._waiting.values() for job in jobs)]
+            self._active, self._waiting = [], {}
+            self._count(-self._queued)
+        metrics.active_requests.set(0)
+        for job in left:
+            metrics.failed_requests.inc()
+            job.deliver(Failed())
 
     def _admit(self) -> bool:
         """Fill the slots; wait while there is nothing to do. False at the end."""
@@ -199,13 +216,10 @@ class Scheduler:
 
     def _next(self) -> Job | None:
         """The first job that need not wait for another's prompt, of the tenant that waited longest."""
-        chunk_tokens = self._engine.cache.chunk_tokens if self._engine.cache is not None else 0
+        reading = [one for one in self._active if one.reading]
         for tenant, jobs in list(self._waiting.items()):
             for job in jobs:
-                ahead = [one for one in self._active if chunk_tokens and job.shares_with(one, chunk_tokens)]
-                for other in ahead:
-                    other.waited_for = True
-                if not ahead:
+                if not any(self._share(job, one) for one in reading):
                     jobs.remove(job)
                     self._count(-1)
                     del self._waiting[tenant]  # and last in turn, if it has more
@@ -213,6 +227,15 @@ class Scheduler:
                         self._waiting[tenant] = jobs
                     return job
         return None
+
+    def _share(self, job: Job, other: Job) -> bool:
+        cache = self._engine.cache
+        return cache is not None and job.shares_with(other, cache.chunk_tokens)
+
+    def _awaited(self, job: Job) -> bool:
+        """Whether a job that waits, for this one or for a slot, can load what this one has read."""
+        with self._changed:
+            return any(self._share(one, job) for jobs in self._waiting.values() for one in jobs)
 
     def _begin(self, job: Job) -> None:
         if self._ticket is not None:
@@ -224,9 +247,8 @@ class Scheduler:
         self._guarded(job, job.answering.begin)
 
     def _advance(self, job: Job) -> None:
-        step = self._guarded(job, job.answering.advance) if not job.cancelled.is_set() else None
-        if job not in self._active:
-            return
+        reading = job.reading
+        step = job.answering.advance() if not job.cancelled.is_set() else None
         if job.cancelled.is_set():
             self._end(job, Done("cancelled"))
             return
@@ -236,31 +258,34 @@ class Scheduler:
             job.deliver(step)
         if job.answering.finished:
             self._end(job, Done(job.usage.finish_reason))
-        elif job.waited_for and not job.reading:
-            job.waited_for = False
-            self._ticket = job.answering.keep()
+        elif reading and not job.reading and self._awaited(job):
+            self._store(job, job.answering.keep)
 
-    def _guarded(self, job: Job, work: Callable[[], Step | None]) -> Step | None:
+    def _guarded(self, job: Job, work: Callable[[], None]) -> None:
         """The outermost loop of a request: whatever happens in it ends that request and no other."""
         try:
-            return work()
+            work()
         except Exception:
             log.exception("kvass: a request failed")
             metrics.failed_requests.inc()
-            self._end(job, Failed())
-            return None
+            if job in self._active:
+                self._end(job, Failed())
 
     def _end(self, job: Job, event: Event) -> None:
         self._active.remove(job)
         metrics.active_requests.set(len(self._active))
         self._seconds += 0.2 * (time.perf_counter() - job.arrived - self._seconds)
         job.deliver(event)
+        self._store(job, job.answering.close)
+
+    def _store(self, job: Job, store: Callable[[], object]) -> None:
+        """Have what was computed stored; where that fails, the answer is none the worse."""
         try:
-            job.answering.close()
+            store()
         except Exception:
             log.exception("kvass: an answer was not stored")
             metrics.errors.labels("cache", "store").inc()
-        self._ticket = job.usage.ticket
+        self._ticket = job.usage.ticket or self._ticket  # stores come one after another: the last says it all
 
 
 def hit_class(usage: Usage) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]  # looked for after every token
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -36,7 +36,7 @@ class _Request(_Strict):
     top_k: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     kvass: KvassOptions = KvassOptions()

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,9 @@ SLICE_TOKENS = 256
 """Prefill's slices: what everybody else's next token has to wait for."""
 
 _IDLE_CONNECTIONS = 256
+
+_FAREWELL_SECONDS = 1.0
+"""In which who is cut off must take that answer."""
 
 
 def run(
@@ -56,18 +60,16 @@ def run(
         stack.callback(scheduler.close, 0.0)
         encoder = ChatEncoder(loaded, answers, max_tokens=engine.max_tokens)
         service = Service(loaded.name, int(time.time()), engine, scheduler, encoder, tenants, settings)
-
-        async def shut_down() -> None:
-            await asyncio.to_thread(scheduler.close, 0.0)
-
         app = Guard(
-            make_app(service, shut_down),
+            make_app(service),
             body_bytes=settings.serve_body_bytes,
             receive_seconds=settings.serve_receive_seconds,
         )
-        server = _Server(_config(app, settings))
-        ready(url_of(listening), loaded.name)
-        server.run(sockets=[listening])
+        _Server(
+            _config(app, settings),
+            partial(ready, url_of(listening), loaded.name),
+            partial(scheduler.close, settings.serve_grace_seconds),
+        ).run(sockets=[listening])
 
 
 def _config(app: Any, settings: Settings) -> uvicorn.Config:
@@ -80,11 +82,28 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         limit_concurrency=settings.serve_slots + settings.serve_queue + _IDLE_CONNECTIONS,
-        timeout_graceful_shutdown=settings.serve_grace_seconds,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=settings.serve_grace_seconds + _FAREWELL_SECONDS,  # type: ignore[arg-type]
     )
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], end: Callable[[], None]):
+        """`end` lets requests finish, tells those that cannot, and returns when there are none."""
+        super().__init__(config)
+        self._ready = ready
+        self._end = end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Told when signals are handled as well: who starts a server may stop it at once."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests end before their connections do, so that none goes without an answer."""
+        ending = asyncio.create_task(asyncio.to_thread(self._end))
+        await super().shutdown(sockets)
+        await ending
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal asks, the second does not: stores are whole or absent at any instant."""
         if self.should_exit:

@@ -18,6 +18,9 @@ OPERATOR = "operator"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_KEY = re.compile(r"[!-~]+")
+"""What a header can carry as it is."""
+
 _MIN_KEY = 16
 
 
@@ -37,19 +40,23 @@ def new_key() -> tuple[str, str]:
 class Tenants:
     """The API keys that a server knows. With none, everybody is the one tenant of the settings' salt."""
 
-    def __init__(self, keys: list[ApiKey]):
+    def __init__(self, keys: list[ApiKey], public: list[str]):
+        """`public`: tenants whose stored state all may read."""
         self._keys = keys
+        self.public = public
 
     @classmethod
     def load(cls, settings: Settings) -> "Tenants":
-        """Keys of `api_keys_file` and `api_keys`. Raises ConfigError naming what cannot be used."""
+        """Keys of `api_keys_file` and `api_keys`, and `public_tenants`. Raises ConfigError naming what cannot
+        be used."""
         keys = [_from_environment(pair.strip()) for pair in settings.api_keys.split(",") if pair.strip()]
         if settings.api_keys_file is not None:
             keys += _from_file(settings.api_keys_file)
         digests = [key.digest for key in keys]
         if len(set(digests)) != len(digests):
             raise ConfigError("an API key is listed twice; each belongs to one tenant, once")
-        return cls(keys)
+        public = [check_name(one.strip()) for one in settings.public_tenants.split(",") if one.strip()]
+        return cls(keys, public)
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -111,6 +118,8 @@ def _digest(key: str, where: str, *, plain: bool = False) -> bytes:
         raise ConfigError(
             f"{where}: only hashes stand in a file; `kvass key TENANT` makes a key and its hash"
         )
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{where}: the key may have letters, digits and signs of ASCII only, and no blanks")
     if len(key) < _MIN_KEY:
         raise ConfigError(f"{where}: the key has {len(key)} characters; it must have {_MIN_KEY} at least")
     return hashlib.sha256(key.encode()).digest()
