@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from kvass.cache import StoreTicket
 from kvass.config import Settings
 from kvass.engines.transformers import Sampling, Scope, Step, Usage
 from kvass.serve.app import Service, make_app
@@ -53,11 +56,21 @@ class Answering:
 
     def keep(self) -> None:
         self._do("keep")
-        ticket: Any = SimpleNamespace(wait=lambda seconds: self._note.append("visible"))
-        self.usage.ticket = ticket
+        self.usage.ticket = StoreTicket(True, _Stored(self._note))
 
-    def close(self) -> None:
-        self._do("close")
+    def close(self, keep: bool = True) -> None:
+        self._do("close" if keep else "drop")
+
+
+class _Stored(Future[None]):
+    """A store that is over once somebody waited for it."""
+
+    def __init__(self, note: list[str]):
+        super().__init__()
+        self._note = note
+
+    def result(self, timeout: float | None = None) -> None:
+        self._note.append("visible")
 
 
 class Jobs:
@@ -69,7 +82,7 @@ class Jobs:
 
     def job(self, answering: Answering) -> Job:
         one: Any = answering
-        return Job("", one, self._deliver, threading.Event())
+        return Job("", one, self._deliver, threading.Event(), time.perf_counter())
 
     def _deliver(self, event: Event) -> None:
         self.ends.append(event)
@@ -90,6 +103,15 @@ def test_a_fault_of_one_request_ends_that_one(fails: str) -> None:
     assert ends.count(Failed()) == (fails in ("begin", "advance")) and isinstance(ends[-1], Done)
     assert scheduler.alive
     scheduler.close(0.0)
+
+
+def test_what_a_request_computed_that_failed_is_not_stored() -> None:
+    note: list[str] = []
+    scheduler, jobs = Scheduler(ENGINE, slots=2, queue=9), Jobs()
+    scheduler.submit([jobs.job(Answering([1, 2], fails="advance", note=note))])
+    assert jobs.wait(1) == [Failed()]
+    scheduler.close(0.0)
+    assert note == ["begin", "drop"]
 
 
 def test_a_scheduler_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +140,14 @@ def test_tokens_that_a_client_does_not_fetch_hold_no_logits() -> None:
     """Those of a long answer are gigabytes."""
     delivered: list[Callable[[Event], None]] = []
 
-    def start(*arguments: Any) -> Any:
-        delivered.append(arguments[4])
+    def start(*_: Any, deliver: Callable[[Event], None], **__: Any) -> Any:
+        delivered.append(deliver)
         return SimpleNamespace(usage=Usage(prompt_tokens=1, completion_tokens=1))
 
     async def check() -> None:
         scheduler: Any = SimpleNamespace(start=start, cancel=lambda job: None)
         asked = Asked([1], Sampling(), 1, top=2)
-        run = Run(scheduler, SimpleNamespace(), Speed(), "", Scope(), [asked])  # type: ignore[arg-type]
+        run = Run(scheduler, SimpleNamespace(), Speed(), "", Scope(), [asked], 0.0)  # type: ignore[arg-type]
         logits = torch.tensor([0.0, 1.0, 2.0])
         held = weakref.ref(logits)
         delivered[0](Step(2, "x", logits))
@@ -150,10 +172,12 @@ def test_speed_is_learned_from_a_request_that_is_over() -> None:
 def client() -> TestClient:
     """An app of which everything fails."""
     engine: Any = SimpleNamespace(max_tokens=10)
-    scheduler: Any = SimpleNamespace(failed=True, alive=False)
+    scheduler: Any = SimpleNamespace(failed=True, alive=False, check_room=lambda tenant: None)
     encoder: Any = SimpleNamespace(text=lambda text, special: 1 // 0)
     service = Service("it", 0, engine, scheduler, encoder, Tenants([], []), Settings.load())
-    return TestClient(Guard(make_app(service), body_bytes=9999, receive_seconds=9.0))
+    return TestClient(
+        Guard(make_app(service), known=lambda scope: True, body_bytes=9999, receive_seconds=9.0)
+    )
 
 
 def test_a_fault_is_told_as_openai_does(client: TestClient) -> None:

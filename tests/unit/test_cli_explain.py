@@ -107,5 +107,5 @@ def test_a_chat_as_a_client_of_some_tenant_sends_it(loaded: Any, tmp_path: Path)
 def test_what_is_no_chat_is_said_in_a_line(loaded: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "chat.json"
     path.write_text(text)
-    with pytest.raises(InputError, match="chat.json"):
+    with pytest.raises(InputError, match=r"chat\.json"):
         CliRunner().invoke(app, ["explain", "--messages", str(path)], catch_exceptions=False)

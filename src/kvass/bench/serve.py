@@ -27,7 +27,6 @@ from kvass.cache import KVCache
 from kvass.config import Settings
 from kvass.engines.transformers import Engine, LoadedModel, Sampling, encode_chat, load_model
 
-_SLICE_TOKENS = 256
 _DOCUMENT_TOKENS = 4096
 _TURN_TOKENS = 200
 _ANSWER_TOKENS = 100
@@ -143,7 +142,7 @@ def _http(loaded: LoadedModel, text: _Text, place: _Place, pairs: int) -> dict[s
             **{name.removeprefix("KVASS_").lower(): value for name, value in settings.items()}
         )
         cache = stack.enter_context(KVCache.open(own))
-        engine = Engine(loaded.model, cache, tokenizer=loaded.tokenizer, slice_tokens=_SLICE_TOKENS)
+        engine = Engine(loaded.model, cache, tokenizer=loaded.tokenizer)
 
         def question() -> list[dict[str, str]]:
             return _messages(document, f"Question {next(numbers)}: what does the first function do?")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -22,8 +21,9 @@ from kvass.config import Settings
 from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
-from kvass.serve.errors import FAULT, ApiError, error_body
-from kvass.serve.prompts import ChatEncoder
+from kvass.serve.errors import FAULT, NO_KEY, ApiError, error_body
+from kvass.serve.guard import ARRIVED
+from kvass.serve.prompts import ChatEncoder, TooLongError
 from kvass.serve.replies import ChatShape, CompletionShape
 from kvass.serve.reply import RunResponse
 from kvass.serve.run import Asked, Run, Speed
@@ -33,8 +33,8 @@ from kvass.serve.tenants import OPERATOR, Tenants, tenant_salt
 
 log = logging.getLogger("kvass.serve")
 
-_UNION = re.compile(r"[\[(-]|^(str|int)$")
-"""What pydantic puts into the place of an error beside fields and numbers: the kind that did not fit."""
+_UNIONS = ("content", "prompt", "stop")
+"""Fields of several kinds: behind them pydantic names the kind that did not fit."""
 
 _COMPLETION_TOKENS = 16
 """What a completion may have where its request does not say; OpenAI's."""
@@ -103,10 +103,14 @@ class Service:
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
 
+    def text(self, tokens: list[int]) -> str:
+        """What tokens read, special ones included."""
+        text: str = self.engine.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
+
     def decode(self, token: int) -> str:
         """A single token's text."""
-        text: str = self.engine.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+        return self.text([token])
 
 
 # -- preparing ----------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def _asked_completion(service: Service, body: CompletionRequest) -> list[Asked]:
         service.check_length(ids, "prompt")
         echo = None
         if body.echo:
-            echo = one if isinstance(one, str) else service.engine.tokenizer.decode(ids)
+            echo = one if isinstance(one, str) else service.text(ids)
         asked.append(Asked(ids, sampling, body.n or 1, body.logprobs, echo))
     return asked
 
@@ -154,13 +158,9 @@ def make_app(service: Service) -> FastAPI:
         """Whose request it is; the empty name where there are no tenants."""
         if not service.tenants:
             return ""
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        found = service.tenants.of(key.strip()) if kind.lower() == "bearer" else None
+        found = service.tenants.of_header(request.headers.get("authorization", ""))
         if found is None:
-            raise ApiError(
-                401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            raise ApiError(401, NO_KEY, code="invalid_api_key")
         return found
 
     Tenant = Annotated[str, Depends(tenant)]
@@ -172,40 +172,49 @@ def make_app(service: Service) -> FastAPI:
         )
     }  # fmt: skip
 
-    def run_of(asked: list[Asked], tenant: str, options: KvassOptions, param: str) -> Run:
+    def run_of(request: Request, asked: list[Asked], tenant: str, options: KvassOptions, param: str) -> Run:
         if sum(one.n for one in asked) > service.settings.serve_queue:
             raise ApiError(400, "more answers are asked for than may queue (serve_queue)", param="n")
         try:
             scope = service.scope(tenant, options)
-            run = Run(service.scheduler, service.encoder, service.speed, tenant, scope, asked)
+            arrived = request.scope[ARRIVED]
+            run = Run(service.scheduler, service.encoder, service.speed, tenant, scope, asked, arrived)
             run.submit()
         except InputError as error:
             raise ApiError(400, str(error), param=param) from error
         except Busy as error:
-            raise ApiError(429, str(error), headers={"Retry-After": str(error.seconds)}) from error
+            raise too_many(error) from error
         except Stopping as error:
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
         return run
 
-    async def prepared(prepare: Callable[[], list[Asked]], param: str) -> list[Asked]:
+    def too_many(error: Busy) -> ApiError:
+        return ApiError(429, str(error), headers={"Retry-After": str(error.seconds)})
+
+    async def prepared(tenant: str, prepare: Callable[[], list[Asked]], param: str) -> list[Asked]:
         try:
+            service.scheduler.check_room(tenant)
             return await asyncio.to_thread(prepare)
+        except Busy as error:
+            raise too_many(error) from error
+        except TooLongError as error:
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
         except InputError as error:
             raise ApiError(400, str(error), param=param) from error
 
     @app.post("/v1/chat/completions", responses=errors)
-    async def chat(body: ChatRequest, tenant: Tenant) -> Response:
+    async def chat(request: Request, body: ChatRequest, tenant: Tenant) -> Response:
         service.check_model(body.model)
-        asked = await prepared(lambda: _asked_chat(service, body, tenant), "messages")
-        run = run_of(asked, tenant, body.kvass, "messages")
+        asked = await prepared(tenant, lambda: _asked_chat(service, body, tenant), "messages")
+        run = run_of(request, asked, tenant, body.kvass, "messages")
         shape = ChatShape(service.name, service.decode, bool(body.logprobs))
         return _response(run, shape, body)
 
     @app.post("/v1/completions", responses=errors)
-    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
+    async def completions(request: Request, body: CompletionRequest, tenant: Tenant) -> Response:
         service.check_model(body.model)
-        asked = await prepared(lambda: _asked_completion(service, body), "prompt")
-        run = run_of(asked, tenant, body.kvass, "prompt")
+        asked = await prepared(tenant, lambda: _asked_completion(service, body), "prompt")
+        run = run_of(request, asked, tenant, body.kvass, "prompt")
         shape = CompletionShape(service.name, service.decode, body.logprobs is not None)
         return _response(run, shape, body)
 
@@ -280,8 +289,9 @@ def _add_error_shapes(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body" and not _UNION.search(str(part))]
-        param = None if first["type"] == "json_invalid" else ".".join(where) or None
+        where = [str(part) for part in first["loc"] if part != "body"]
+        cut = next((number for number, part in enumerate(where) if part in _UNIONS), len(where))
+        param = None if first["type"] == "json_invalid" else ".".join(where[: cut + 1]) or None
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             what = f"is not JSON: {first['ctx']['error']}"

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+NO_KEY = "no valid API key; send it as 'Authorization: Bearer KEY'"
+
 FAULT = "the server failed to answer; its log says why"
 
 

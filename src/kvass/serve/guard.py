@@ -1,13 +1,14 @@
-"""Stands before the app: bodies in time and within their bound, and every request counted."""
+"""Stands before the app: keys, then bodies, in time and within their bound; every request is counted."""
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from kvass import metrics
-from kvass.serve.errors import FAULT, error_body
+from kvass.serve.errors import FAULT, NO_KEY, error_body
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -18,8 +19,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 log = logging.getLogger("kvass.serve")
 
 ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/explain", "/healthz", "/readyz", "/metrics",
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/healthz", "/readyz", "/metrics",
 )  # fmt: skip
+
+
+ARRIVED = "kvass.arrived"
+"""Where a request's scope says when its body was there, by `time.perf_counter`."""
 
 
 class _Gone(Exception):
@@ -29,8 +34,11 @@ class _Gone(Exception):
 class Guard:
     """Reads a request's body before the app sees it, so that no route has to think of slow or huge ones."""
 
-    def __init__(self, app: App, *, body_bytes: int, receive_seconds: float):
+    def __init__(self, app: App, *, known: Callable[[Scope], bool], body_bytes: int, receive_seconds: float):
+        """`known`: whether a request has a key, where it needs one. `receive_seconds`: also those in which a
+        client must take a piece of its answer."""
         self._app = app
+        self._known = known
         self._body_bytes = body_bytes
         self._receive_seconds = receive_seconds
 
@@ -44,12 +52,19 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                async with asyncio.timeout(self._receive_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionResetError("the client does not take its answer") from None
 
         try:
+            if not self._known(scope):
+                raise _Refused(401, NO_KEY)
             body = await self._body(scope, receive)
+            scope[ARRIVED] = time.perf_counter()
             await self._app(scope, _replay(body, receive), counted)
-        except _Gone:
+        except (_Gone, ConnectionError):
             pass
         except _Refused as refusal:
             await _answer(counted, refusal.status, str(refusal))
@@ -108,11 +123,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
-    body = json.dumps(error_body(status, message)).encode()
+    code = "invalid_api_key" if status == 401 else None
+    body = json.dumps(error_body(status, message, code=code)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
     ]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+_LEAST = -9999.0
+"""What stands for the logarithm of no probability at all, which JSON has no number for; OpenAI's."""
+
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a token with a part of a character decodes to; its bytes are not these."""
 
@@ -19,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """Of `tokens`, each chosen after one row of `logits` `[n, vocabulary]`; natural logarithms."""
-    scores = logits.float().log_softmax(-1)
+    scores = logits.float().log_softmax(-1).clamp(min=_LEAST)
     chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     best: Any = scores.topk(top) if top else None
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True) if top else [((), ())] * len(tokens)

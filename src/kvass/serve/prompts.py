@@ -14,6 +14,14 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters of Unicode, for marks that are gone before anything is tokenised."""
 
 
+_CUT_OFF = 64
+"""Tokens that a stop text may have cut off an answer that is still remembered."""
+
+
+class TooLongError(InputError):
+    """A prompt is over the model's length."""
+
+
 class _Answer(NamedTuple):
     """A former answer of the assistant in a rendered chat: its characters from `start` to `end`."""
 
@@ -36,8 +44,9 @@ class ChatEncoder:
         self._guard = threading.Lock()
         self._max_tokens = max_tokens
         self._special = _special(self._tokenizer)
-        added = self._tokenizer.added_tokens_decoder
-        self._special_ids = {*self._tokenizer.all_special_ids, *(one for one in added if added[one].special)}
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special_ids = {*self._tokenizer.all_special_ids}
+        self._special_ids |= {one for one, token in added if str(token) in self._special}
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         self._joins = self._decode(self._encode("a") + self._encode("b")) == "ab"
         self._opening = _opening(loaded)
@@ -79,10 +88,10 @@ class ChatEncoder:
         return text
 
     def _check_length(self, texts: Sequence[str]) -> None:
-        """Refuse what cannot fit before time is spent on it."""
+        """Refuse what cannot fit before time is spent on it. Raises TooLongError."""
         size = sum(map(len, texts))
         if self._max_tokens is not None and size > self._max_tokens * self._longest:
-            raise InputError(
+            raise TooLongError(
                 f"the prompt has {size} characters, far over the model's {self._max_tokens} tokens"
             )
 
@@ -93,8 +102,10 @@ class ChatEncoder:
     ) -> list[int]:
         """Tokens of a chat, up to where the next answer begins. `root` names whose answers are recalled.
 
-        Raises InputError where the template refuses the messages.
+        Raises InputError where the template refuses the messages, and TooLongError.
         """
+        if self._max_tokens is not None and len(messages) > self._max_tokens:
+            raise TooLongError(f"{len(messages)} messages are over the model's {self._max_tokens} tokens")
         texts = list(_texts([messages, tools]))
         self._check_length(texts)
         mark, fence = _unused(texts, 2)
@@ -187,9 +198,13 @@ class ChatEncoder:
         ids = list(written)
         while ids and ids[-1] in self._special_ids:
             ids.pop()
-        while ids and not text.startswith(self._decode(ids)):  # a stop text was cut off, or half a character
+        decoded = self._decode(ids)
+        for _ in range(_CUT_OFF):  # a stop text was cut off, or half a character
+            if not ids or text.startswith(decoded):
+                break
             ids.pop()
-        covered = len(self._decode(ids)) if ids else 0
+            decoded = self._decode(ids)
+        covered = len(decoded) if ids and text.startswith(decoded) else 0
         if covered and not self._special_ids & set(ids):
             where = Place(root)
             where.add(prompt)

@@ -94,7 +94,7 @@ class RunResponse(Response):
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 async def _start(send: Send, status: int, kind: bytes) -> None:

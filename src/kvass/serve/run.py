@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,8 +96,12 @@ class Run:
         tenant: str,
         scope: Scope,
         asked: Sequence[Asked],
+        arrived: float,
     ):
-        """Raises InputError for a prompt that the model cannot take."""
+        """`arrived`: when the request did, by `time.perf_counter`.
+
+        Raises InputError for a prompt that the model cannot take.
+        """
         self._scheduler = scheduler
         self._encoder = encoder
         self._speed = speed
@@ -106,21 +110,20 @@ class Run:
         self._echoes: dict[int, PromptLogprobs] = {}
         self._choices: list[_Choice] = []
         self.cancelled = False
+        start = partial(scheduler.start, tenant, scope=scope, arrived=arrived)
         for one in asked:
             for number in range(one.n):
-                self._choices.append(self._choice(one, number, tenant, scope))
+                self._choices.append(self._choice(one, number, start))
 
-    def _choice(self, asked: Asked, number: int, tenant: str, scope: Scope) -> _Choice:
+    def _choice(self, asked: Asked, number: int, start: Callable[..., Job]) -> _Choice:
         index, sampling = len(self._choices), asked.sampling
         if sampling.seed is not None and number:
             sampling = replace(sampling, seed=sampling.seed + number)
         collect = None
         if asked.echo is not None and asked.top is not None:
             collect = self._echoes[index] = PromptLogprobs(asked.prompt, asked.top)
-        job = self._scheduler.start(
-            tenant, asked.prompt, sampling, scope, partial(self._deliver, index, asked.top), collect
-        )
-        return _Choice(asked, job)
+        deliver = partial(self._deliver, index, asked.top)
+        return _Choice(asked, start(asked.prompt, sampling, deliver=deliver, prompt_logits=collect))
 
     def _deliver(self, index: int, top: int | None, event: Event) -> None:
         what = _token(event, top) if isinstance(event, Step) else event

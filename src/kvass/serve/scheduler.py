@@ -1,12 +1,13 @@
 """Who is computed for, and when: a few requests in turn, a slice or a token at a time; the rest queue."""
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -60,7 +61,8 @@ class Job:
     answering: Answering
     deliver: Callable[[Event], None]
     cancelled: threading.Event
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float
+    began: float = 0.0
 
     @property
     def usage(self) -> Usage:
@@ -85,9 +87,10 @@ class Job:
 
 class Scheduler:
     """Drives an engine in a thread of its own: up to `slots` requests in turn, each a slice of its prompt or
-    a token of its answer at a time. Up to `queue` more wait, and tenants that wait take turns.
+    a token of its answer at a time. Up to `queue` more wait for each tenant, and tenants take turns: one of
+    which nothing is computed gets a slot beyond the others', up to twice as many in all.
 
-    Where a prompt begins as one does that is being read, it waits until that is stored, and loads it.
+    A prompt is stored as soon as it is read. Where another begins alike, it waits for that, and loads it.
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int):
@@ -96,12 +99,11 @@ class Scheduler:
         self._limit = queue
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[Job]] = {}
-        self._queued = 0
         self._active: list[Job] = []
         self._stopping = False
         self.failed = False  # for good: only another server helps
         self._seconds = 1.0  # that a request takes, a moving average
-        self._ticket: StoreTicket | None = None
+        self._tickets: list[tuple[str, bytes, StoreTicket]] = []  # by tenant and beginning
         self._thread = threading.Thread(target=self._run, name="kvass-scheduler", daemon=True)
         self._thread.start()
 
@@ -112,29 +114,41 @@ class Scheduler:
         tenant: str,
         prompt: list[int],
         sampling: Sampling,
+        *,
         scope: Scope,
         deliver: Callable[[Event], None],
+        arrived: float,
         prompt_logits: PromptLogits | None = None,
     ) -> Job:
-        """Make a job. Raises InputError for a prompt that the model cannot take."""
+        """Make a job. `arrived`: when its request did, by `time.perf_counter`. Raises InputError for a prompt
+        that the model cannot take."""
         cancelled = threading.Event()
         answering = self._engine.start(
             prompt, sampling, scope=scope, cancelled=cancelled, prompt_logits=prompt_logits
         )
-        return Job(tenant, answering, deliver, cancelled)
+        return Job(tenant, answering, deliver, cancelled, arrived)
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs, all or none. Raises Busy or Stopping."""
         with self._changed:
             if self._stopping or not self._thread.is_alive():
                 raise Stopping("the server is stopping; try another one")
-            if self._queued + len(jobs) > self._limit:
-                rounds = (self._queued + len(self._active)) / self._slots
-                raise Busy(max(1, min(60, math.ceil(rounds * self._seconds))))
+            self._check_room(jobs[0].tenant, len(jobs))
             for job in jobs:
                 self._waiting.setdefault(job.tenant, deque()).append(job)
-            self._count(len(jobs))
+            self._count()
             self._changed.notify_all()
+
+    def check_room(self, tenant: str) -> None:
+        """Raises Busy where a tenant's queue is full: before any work is done for one more request."""
+        with self._changed:
+            self._check_room(tenant, 1)
+
+    def _check_room(self, tenant: str, more: int) -> None:
+        waiting = len(self._waiting.get(tenant, ())) - max(0, self._slots - len(self._active))
+        if waiting + more > self._limit:
+            rounds = sum(map(len, self._waiting.values())) / self._slots
+            raise Busy(max(1, min(60, math.ceil(rounds * self._seconds))))
 
     def cancel(self, job: Job) -> None:
         """End a job, in mid-forward too; what was computed is stored. A job that is over: nothing."""
@@ -176,7 +190,7 @@ class Scheduler:
             self._stopping = self.failed = True
             left = [*self._active, *(job for jobs in self._waiting.values() for job in jobs)]
             self._active, self._waiting = [], {}
-            self._count(-self._queued)
+            self._count()
         metrics.active_requests.set(0)
         for job in left:
             metrics.failed_requests.inc()
@@ -187,41 +201,43 @@ class Scheduler:
         while True:
             with self._changed:
                 self._drop_cancelled()
-                job = self._next() if len(self._active) < self._slots else None
+                job = self._next()
                 if job is None:
                     if self._active:
                         return True
-                    if self._stopping and not self._queued:
+                    if self._stopping and not self._waiting:
                         return False
-                    if not self._queued:
+                    if not self._waiting:
                         self._changed.wait()
                     continue
                 self._active.append(job)
-                metrics.active_requests.set(len(self._active))
+                self._count()
             self._begin(job)
 
-    def _count(self, more: int) -> None:
-        self._queued += more
-        metrics.queued_requests.set(self._queued)
+    def _count(self) -> None:
+        metrics.queued_requests.set(sum(map(len, self._waiting.values())))
+        metrics.active_requests.set(len(self._active))
 
     def _drop_cancelled(self) -> None:
         for tenant, jobs in list(self._waiting.items()):
             for job in [one for one in jobs if one.cancelled.is_set()]:
                 jobs.remove(job)
-                self._count(-1)
                 job.answering.close()
                 job.deliver(Done("cancelled"))
             if not jobs:
                 del self._waiting[tenant]
+        self._count()
 
     def _next(self) -> Job | None:
         """The first job that need not wait for another's prompt, of the tenant that waited longest."""
         reading = [one for one in self._active if one.reading]
+        served = {one.tenant for one in self._active}
         for tenant, jobs in list(self._waiting.items()):
+            if len(self._active) >= self._slots * (1 if tenant in served else 2):
+                continue
             for job in jobs:
                 if not any(self._share(job, one) for one in reading):
                     jobs.remove(job)
-                    self._count(-1)
                     del self._waiting[tenant]  # and last in turn, if it has more
                     if jobs:
                         self._waiting[tenant] = jobs
@@ -232,19 +248,19 @@ class Scheduler:
         cache = self._engine.cache
         return cache is not None and job.shares_with(other, cache.chunk_tokens)
 
-    def _awaited(self, job: Job) -> bool:
-        """Whether a job that waits, for this one or for a slot, can load what this one has read."""
-        with self._changed:
-            return any(self._share(one, job) for jobs in self._waiting.values() for one in jobs)
-
     def _begin(self, job: Job) -> None:
-        if self._ticket is not None:
-            try:
-                self._ticket.wait(_VISIBLE_SECONDS)
-            except TimeoutError:
-                log.debug("kvass: a request goes on before what was stored is visible")
-            self._ticket = None
+        job.began = time.perf_counter()
+        mine = (job.tenant, self._beginning(job))
+        for tenant, beginning, ticket in self._tickets:
+            if (tenant, beginning) == mine:  # of another's store it must not even feel that it is there
+                with contextlib.suppress(TimeoutError):
+                    ticket.wait(_VISIBLE_SECONDS)
+        self._tickets = [one for one in self._tickets if one[2].future and not one[2].future.done()]
         self._guarded(job, job.answering.begin)
+
+    def _beginning(self, job: Job) -> bytes:
+        cache = self._engine.cache
+        return job.answering.tokens[: cache.chunk_tokens].tobytes() if cache is not None else b""
 
     def _advance(self, job: Job) -> None:
         reading = job.reading
@@ -258,8 +274,13 @@ class Scheduler:
             job.deliver(step)
         if job.answering.finished:
             self._end(job, Done(job.usage.finish_reason))
-        elif reading and not job.reading and self._awaited(job):
+        elif reading and not job.reading and self._new_to_others(job.usage):
             self._store(job, job.answering.keep)
+
+    def _new_to_others(self, usage: Usage) -> bool:
+        """Whether so much of a prompt was computed that others may want it while it is still answered."""
+        cache = self._engine.cache
+        return cache is not None and usage.prompt_tokens - usage.cached_tokens >= cache.chunk_tokens
 
     def _guarded(self, job: Job, work: Callable[[], None]) -> None:
         """The outermost loop of a request: whatever happens in it ends that request and no other."""
@@ -272,11 +293,12 @@ class Scheduler:
                 self._end(job, Failed())
 
     def _end(self, job: Job, event: Event) -> None:
+        """What a request computed that failed is in doubt, and not stored."""
         self._active.remove(job)
-        metrics.active_requests.set(len(self._active))
-        self._seconds += 0.2 * (time.perf_counter() - job.arrived - self._seconds)
+        self._count()
+        self._seconds += 0.2 * (time.perf_counter() - job.began - self._seconds)
         job.deliver(event)
-        self._store(job, job.answering.close)
+        self._store(job, partial(job.answering.close, keep=not isinstance(event, Failed)))
 
     def _store(self, job: Job, store: Callable[[], object]) -> None:
         """Have what was computed stored; where that fails, the answer is none the worse."""
@@ -285,7 +307,8 @@ class Scheduler:
         except Exception:
             log.exception("kvass: an answer was not stored")
             metrics.errors.labels("cache", "store").inc()
-        self._ticket = job.usage.ticket or self._ticket  # stores come one after another: the last says it all
+        if job.usage.ticket is not None:
+            self._tickets.append((job.tenant, self._beginning(job), job.usage.ticket))
 
 
 def hit_class(usage: Usage) -> str:

@@ -13,13 +13,17 @@ class _Strict(BaseModel):
 
 
 class KvassOptions(BaseModel):
-    """What a client may ask of the cache. `special_tokens`: in a completion's prompt, texts of special tokens
-    stand for these."""
+    """What a client may ask of the cache."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     load: bool = True
     keep: bool = True
+
+
+class CompletionOptions(KvassOptions):
+    """`special_tokens`: in the prompt, texts of special tokens stand for these."""
+
     special_tokens: bool = False
 
 
@@ -101,4 +105,5 @@ class CompletionRequest(_Request):
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
+    kvass: CompletionOptions = CompletionOptions()
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -24,8 +24,7 @@ from kvass.serve.protocol import with_deadline
 from kvass.serve.scheduler import Scheduler
 from kvass.serve.tenants import Tenants
 
-SLICE_TOKENS = 256
-"""Prefill's slices: what everybody else's next token has to wait for."""
+_OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json")
 
 _IDLE_CONNECTIONS = 256
 
@@ -52,7 +51,7 @@ def run(
         cache = stack.enter_context(KVCache.open(settings))
         engine = Engine(
             loaded.model, cache, tokenizer=loaded.tokenizer, tenant_salt=settings.tenant_salt,
-            slice_tokens=SLICE_TOKENS, spare_pools=settings.serve_slots,
+            spare_pools=settings.serve_slots,
         )  # fmt: skip
         answers = Answers(settings.state_path)
         stack.callback(answers.close)
@@ -62,6 +61,7 @@ def run(
         service = Service(loaded.name, int(time.time()), engine, scheduler, encoder, tenants, settings)
         app = Guard(
             make_app(service),
+            known=partial(_known, tenants),
             body_bytes=settings.serve_body_bytes,
             receive_seconds=settings.serve_receive_seconds,
         )
@@ -70,6 +70,13 @@ def run(
             partial(ready, url_of(listening), loaded.name),
             partial(scheduler.close, settings.serve_grace_seconds),
         ).run(sockets=[listening])
+
+
+def _known(tenants: Tenants, scope: MutableMapping[str, Any]) -> bool:
+    if not tenants or scope["path"] in _OPEN_PATHS:
+        return True
+    header = dict(scope["headers"]).get(b"authorization", b"")
+    return tenants.of_header(header.decode("latin-1")) is not None
 
 
 def _config(app: Any, settings: Settings) -> uvicorn.Config:

@@ -61,6 +61,11 @@ class Tenants:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    def of_header(self, authorization: str) -> str | None:
+        """The tenant of an `Authorization` header, None where it holds no key that is known."""
+        kind, _, key = authorization.partition(" ")
+        return self.of(key.strip()) if kind.lower() == "bearer" else None
+
     def of(self, key: str) -> str | None:
         """The tenant of an API key, None for a key that is not known. Takes the same time for any key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
