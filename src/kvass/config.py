@@ -84,13 +84,18 @@ class Settings(BaseSettings):
         default=4, ge=1, le=256, description="Requests that a server works on in turn; others queue."
     )
     serve_queue: int = Field(
-        default=64, ge=1, le=100_000, description="Requests that may queue; past it a server answers 429."
+        default=64,
+        ge=1,
+        le=100_000,
+        description="Requests of a tenant that may queue; past it a server answers 429.",
     )
     serve_body_bytes: int = Field(
         default=8 << 20, ge=1024, description="Bytes a request's body may have; past it a server answers 413."
     )
     serve_receive_seconds: float = Field(
-        default=20.0, gt=0, description="Seconds in which a request's head, and then its body, must arrive."
+        default=20.0,
+        gt=0,
+        description="Seconds in which a request's head, then its body, must arrive, and a piece be taken.",
     )
     serve_grace_seconds: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish when a server stops."

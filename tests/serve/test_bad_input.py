@@ -61,6 +61,9 @@ def _error(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"messages": USER, "stream": "yes"}, "stream"),
         ({"messages": USER, "kvass": {"loud": True}}, "kvass.loud"),
         ({"messages": USER, "kvass": {"load": "no"}}, "kvass.load"),
+        ({"messages": USER, "kvass": {"load-now[1]": 1}}, "kvass.load-now[1]"),
+        ({"messages": USER, "kvass": {"str": 1}}, "kvass.str"),
+        ({"messages": USER, "kvass": {"special_tokens": True}}, "kvass.special_tokens"),
         ({"messages": USER, "kvass": 3}, "kvass"),
     ],
 )

@@ -20,6 +20,7 @@ from kvass.config import Settings
 from kvass.engines.transformers import Sampling, Scope, Step, Usage
 from kvass.serve.app import Service, make_app
 from kvass.serve.guard import Guard
+from kvass.serve.logprobs import TokenLogprob, for_completion, logprobs
 from kvass.serve.run import Asked, Run, Speed
 from kvass.serve.scheduler import Done, Event, Failed, Job, Scheduler, Stopping
 from kvass.serve.tenants import Tenants
@@ -187,3 +188,16 @@ def test_a_fault_is_told_as_openai_does(client: TestClient) -> None:
 
 def test_a_server_that_answers_nobody_says_so(client: TestClient) -> None:
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 503
+
+
+def test_a_token_that_is_not_in_the_text_takes_no_place_in_it() -> None:
+    """BOS, of models that want one: the text that is echoed does not hold it."""
+    texts = {1: "<bos>", 2: "Hi", 3: " there"}
+    found = [TokenLogprob(1, None, []), TokenLogprob(2, -1.0, []), TokenLogprob(3, -1.0, [])]
+    assert for_completion(found, texts.__getitem__, 0, "Hi there")["text_offset"] == [0, 0, 2]
+    assert for_completion(found[1:], texts.__getitem__, 0, "Hi there")["text_offset"] == [0, 2]
+
+
+def test_no_probability_at_all_is_a_number_in_json() -> None:
+    (one,) = logprobs(torch.tensor([[0.0, -float("inf")]]), [1], 2)
+    assert one.logprob == -9999.0 and one.top[1] == (1, -9999.0)

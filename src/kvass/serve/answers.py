@@ -17,12 +17,12 @@ from blake3 import blake3
 log = logging.getLogger("kvass.serve")
 
 _KEPT = 200_000
-"""Answers kept; the ones not used for longest go first."""
+"""Answers kept; the oldest go first."""
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS answers (place BLOB, covered INTEGER, ids BLOB, used REAL, text BLOB,
+CREATE TABLE IF NOT EXISTS answers (place BLOB, covered INTEGER, ids BLOB, at REAL, text BLOB,
     PRIMARY KEY (place, text)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS answers_used ON answers (used);
+CREATE INDEX IF NOT EXISTS answers_at ON answers (at);
 """
 
 
@@ -71,13 +71,13 @@ class Answers:
         try:
             with self._guard, self._db:
                 self._db.execute(
-                    "INSERT OR REPLACE INTO answers (place, covered, ids, used, text) VALUES (?, ?, ?, ?, ?)",
+                    "INSERT OR REPLACE INTO answers (place, covered, ids, at, text) VALUES (?, ?, ?, ?, ?)",
                     row,
                 )
                 self._writes += 1
                 if self._writes % 100 == 0:
                     self._db.execute(
-                        "DELETE FROM answers WHERE used < (SELECT used FROM answers ORDER BY used DESC "
+                        "DELETE FROM answers WHERE at < (SELECT at FROM answers ORDER BY at DESC "
                         "LIMIT 1 OFFSET ?)",
                         (_KEPT,),
                     )

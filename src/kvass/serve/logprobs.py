@@ -63,12 +63,17 @@ def for_chat(found: Sequence[TokenLogprob], decode: Callable[[int], str]) -> dic
 
 
 def for_completion(
-    found: Sequence[TokenLogprob], decode: Callable[[int], str], offset: int
+    found: Sequence[TokenLogprob], decode: Callable[[int], str], offset: int, written: str
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice, whose first token's text stands at `offset`."""
+    """The `logprobs` of a completion's choice: tokens of `written`, which stands at `offset`.
+
+    A first token that is not written there, such as BOS, takes no place.
+    """
     texts, offsets = [decode(one.token) for one in found], []
+    if texts and not offset and not written.startswith(texts[0]):
+        offset -= len(texts[0])
     for text in texts:
-        offsets.append(offset)
+        offsets.append(max(0, offset))
         offset += len(text)
     return {
         "tokens": texts,

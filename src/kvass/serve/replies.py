@@ -103,8 +103,9 @@ class CompletionShape(_Base):
         shown = None
         if self._want_logprobs and (delta.logprobs or delta.finish is None):
             offset = self._offsets.get(delta.choice, 0)
-            shown = for_completion(delta.logprobs, self._decode, offset)
-            self._offsets[delta.choice] = offset + sum(map(len, shown["tokens"]))
+            shown = for_completion(delta.logprobs, self._decode, offset, delta.text)
+            if delta.logprobs:
+                self._offsets[delta.choice] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return {
             "index": delta.choice, "text": delta.text, "logprobs": shown, "finish_reason": delta.finish,
         }  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, MutableMapping
@@ -65,6 +66,8 @@ def run(
             body_bytes=settings.serve_body_bytes,
             receive_seconds=settings.serve_receive_seconds,
         )
+        for one in (signal.SIGINT, signal.SIGTERM):  # which uvicorn puts back while the rest is stored
+            signal.signal(one, _end_at_once)
         _Server(
             _config(app, settings),
             partial(ready, url_of(listening), loaded.name),
@@ -93,6 +96,10 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
     )
 
 
+def _end_at_once(sig: int, frame: FrameType | None) -> None:
+    os._exit(128 + sig)
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], end: Callable[[], None]):
         """`end` lets requests finish, tells those that cannot, and returns when there are none."""
@@ -114,5 +121,5 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal asks, the second does not: stores are whole or absent at any instant."""
         if self.should_exit:
-            os._exit(128 + sig)
+            _end_at_once(sig, frame)
         self.should_exit = True  # not captured: it would be raised again at the end
