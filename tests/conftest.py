@@ -1,6 +1,7 @@
 """Fixtures that more than one folder of tests uses; the models are loaded once for the whole run."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,10 @@ import pytest
 
 # Before anything imports huggingface_hub, which reads it once: no test may reach for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Tests that are started in the background may find it ignored, and what they start would ignore it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Taken out, since kvass refuses a KVASS_ variable that is no setting.
 _TEST_MODELS = os.environ.pop("KVASS_TEST_MODELS", "")
