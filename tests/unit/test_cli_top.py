@@ -172,7 +172,10 @@ def test_the_live_view_ends_with_ctrl_c(tiers: None, server: str) -> None:
         while _Metrics.requests < 30 and time.monotonic() < deadline:
             time.sleep(0.05)
         running.send_signal(signal.SIGINT)
-        shown, errors = running.communicate(timeout=60)
+        try:
+            shown, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()  # or this would wait for it for ever
     assert running.returncode == 0, errors
     assert "Traceback" not in errors
     assert "hit most" in shown
