@@ -177,7 +177,7 @@ def client() -> TestClient:
     encoder: Any = SimpleNamespace(text=lambda text, special: 1 // 0)
     service = Service("it", 0, engine, scheduler, encoder, Tenants([], []), Settings.load())
     return TestClient(
-        Guard(make_app(service), known=lambda scope: True, body_bytes=9999, receive_seconds=9.0)
+        Guard(make_app(service), tenant_of=lambda scope: "", body_bytes=9999, receive_seconds=9.0)
     )
 
 

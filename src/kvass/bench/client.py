@@ -18,13 +18,6 @@ _START_SECONDS = 300
 _ANSWER_SECONDS = 600
 
 
-class Serving(NamedTuple):
-    """A server that runs."""
-
-    url: str
-    process: "subprocess.Popen[str]"
-
-
 class Reply(NamedTuple):
     """A streamed answer: its text, what it cost, and seconds from the request to the first token."""
 
@@ -52,8 +45,11 @@ def run_kvass(arguments: list[str], settings: dict[str, str]) -> str:
 
 
 @contextmanager
-def serving(arguments: list[str], settings: dict[str, str]) -> Iterator[Serving]:
-    """`kvass serve` on a free port, until the end of the block. Raises KvassError where it does not start."""
+def serving(arguments: list[str], settings: dict[str, str]) -> Iterator[str]:
+    """`kvass serve` on a free port, until the end of the block; its address.
+
+    Raises KvassError where it does not start.
+    """
     process = subprocess.Popen(  # noqa: S603 - our own command line
         [sys.executable, "-m", "kvass", "serve", "--port", "0", *arguments],
         env=_environment(settings), stdout=subprocess.PIPE, text=True,
@@ -63,7 +59,7 @@ def serving(arguments: list[str], settings: dict[str, str]) -> Iterator[Serving]
         found = re.search(r"http://\S+(?=/v1)", process.stdout.readline())
         if found is None:
             raise KvassError("the server did not start; its error is above")
-        yield Serving(found[0], process)
+        yield found[0]
     finally:
         process.terminate()
         try:

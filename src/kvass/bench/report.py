@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := installed(name))},
     }
 
 
@@ -31,7 +31,8 @@ def _field(path: str, name: str) -> str:
     return "unknown"
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a package, None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -10,8 +10,8 @@ import statistics
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvass.bench.client import Client, Reply, Serving, run_kvass, serving
+from kvass.bench.client import Client, Reply, run_kvass, serving
 from kvass.bench.plain import answer
 from kvass.bench.report import interleaved, interval, machine, ratios
 from kvass.bench.scratch import scratch
@@ -105,19 +105,16 @@ class _Place:
             "KVASS_MODELS_PATH": str(self._models_path),
         }
 
-    @contextmanager
-    def server(self, settings: dict[str, str]) -> Iterator[Serving]:
-        """A server with these settings."""
-        with serving(["--model", self._model], settings) as one:
-            yield one
+    def server(self, settings: dict[str, str]) -> AbstractContextManager[str]:
+        """A server with these settings; its address."""
+        return serving(["--model", self._model], settings)
 
-    @contextmanager
-    def code_base(self, library: Path) -> Iterator[tuple[Path, Path]]:
+    def code_base(self, library: Path) -> tuple[Path, Path]:
         """A copy of two packages of the standard library, and a folder for their contexts."""
         code, out = self._disk / "code", self._disk / "contexts"
         shutil.copytree(library / "json", code / "json", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(library / "argparse.py", code / "argparse.py")
-        yield code, out
+        return code, out
 
     def warm(self, folder: Path, out: Path, settings: dict[str, str]) -> dict[str, Any]:
         """`kvass warm`."""
@@ -135,8 +132,8 @@ def _http(loaded: LoadedModel, text: _Text, place: _Place, pairs: int) -> dict[s
     """The same kind of question over a document that was read before: through HTTP, and to the engine."""
     document, settings = text.take(_DOCUMENT_TOKENS), place.settings()
     numbers = iter(range(1_000_000))
-    with place.server(settings) as server, ExitStack() as stack:
-        client = Client(server.url)
+    with place.server(settings) as url, ExitStack() as stack:
+        client = Client(url)
         client.chat(_messages(document, "What is this?"), max_tokens=1)
         own = Settings.load(
             **{name.removeprefix("KVASS_").lower(): value for name, value in settings.items()}
@@ -179,8 +176,8 @@ def _chat(loaded: LoadedModel, text: _Text, place: _Place, turns: int) -> dict[s
     """A chat whose every turn sends all of it again, answers as text."""
     messages: list[dict[str, str]] = []
     shares, held = [], 0
-    with place.server(place.settings()) as server:
-        client = Client(server.url)
+    with place.server(place.settings()) as url:
+        client = Client(url)
         for number in range(turns):
             messages.append({"role": "user", "content": text.take(_TURN_TOKENS)})
             reply = client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.7, seed=number)
@@ -216,8 +213,8 @@ def _shared(text: _Text, place: _Place, clients: int) -> dict[str, Any]:
         question = f"Question {number}: what does the first function do?"
         replies.append(Client(url).chat(_messages(document, question), max_tokens=8, temperature=0))
 
-    with place.server(place.settings()) as server:
-        threads = [threading.Thread(target=ask, args=(server.url, number)) for number in range(clients)]
+    with place.server(place.settings()) as url:
+        threads = [threading.Thread(target=ask, args=(url, number)) for number in range(clients)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -236,8 +233,8 @@ def _tenants(loaded: LoadedModel, place: _Place, pairs: int) -> dict[str, Any]:
     settings = place.settings() | {"KVASS_API_KEYS": ",".join(f"{name}={key}" for name, key in keys.items())}
     random = np.random.default_rng()
     hits: list[int] = []
-    with place.server(settings) as server:
-        alice, bob = (Client(server.url, key) for key in keys.values())
+    with place.server(settings) as url:
+        alice, bob = (Client(url, key) for key in keys.values())
 
         def prompt() -> list[int]:
             return [int(one) for one in random.integers(1000, loaded.model.config.vocab_size, _TENANT_TOKENS)]
@@ -268,17 +265,15 @@ def _tenants(loaded: LoadedModel, place: _Place, pairs: int) -> dict[str, Any]:
 def _warm(text: _Text, place: _Place) -> dict[str, Any]:
     """`kvass warm` on a code base, a question over it, one line changed at its end, and again."""
     settings = place.settings()
-    with place.code_base(text.folder) as (code, out):
-        first = place.warm(code, out, settings)
-        context = Path(first["contexts"][-1]["text"]).read_text()
-        with place.server(settings) as server:
-            reply = Client(server.url).chat(
-                _messages(context, "What does this code do?"), max_tokens=8, temperature=0
-            )
-        last = code / first["contexts"][-1]["files"][-1]
-        lines = last.read_text().splitlines(keepends=True)
-        last.write_text("".join([*lines[:-1], lines[-1].rstrip("\n") + "  # changed\n"]))
-        again = place.warm(code, out, settings)
+    code, out = place.code_base(text.folder)
+    first = place.warm(code, out, settings)
+    context = Path(first["contexts"][-1]["text"]).read_text()
+    with place.server(settings) as url:
+        reply = Client(url).chat(_messages(context, "What does this code do?"), max_tokens=8, temperature=0)
+    last = code / first["contexts"][-1]["files"][-1]
+    lines = last.read_text().splitlines(keepends=True)
+    last.write_text("".join([*lines[:-1], lines[-1].rstrip("\n") + "  # changed\n"]))
+    again = place.warm(code, out, settings)
     return {
         "warm_tokens": first["tokens"],
         "warm_seconds": first["seconds"],

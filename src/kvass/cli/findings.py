@@ -6,11 +6,11 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from kvass.bench.report import installed
 from kvass.cli.output import size
 from kvass.config import Settings, config_file
 from kvass.errors import ConfigError, KvassError
@@ -18,6 +18,7 @@ from kvass.keys import FORMAT_VERSION
 from kvass.models.bundled import BUNDLED
 from kvass.serve.tenants import Tenants
 from kvass.tiers.directory import on_tmpfs
+from kvass.tiers.files import others_may_write
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -156,10 +157,7 @@ def _unusable(path: Path, setting: str) -> tuple[str, str] | None:
 
 def _foreign(path: Path, setting: str) -> tuple[str, str] | None:
     """What a tier refuses: a directory that others may write."""
-    if not path.is_dir():
-        return None
-    status = path.stat()
-    if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+    if not path.is_dir() or not others_may_write(path):
         return None
     return (
         f"{path} belongs to or may be written by somebody else",
@@ -193,16 +191,9 @@ def _held(path: Path) -> int:
 # -- engines and models -----------------------------------------------------------------------------
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _engines(settings: Settings) -> Iterator[Finding]:
     for package in _ENGINES:
-        found = _version(package)
+        found = installed(package)
         if package in ("torch", "transformers"):
             status: Status = "ok" if found else "warning"
             fix = None if found else "pip install 'kvass[transformers]'"
@@ -267,7 +258,7 @@ def _memory() -> int:
 
 def _server(settings: Settings) -> Iterator[Finding]:
     for package in _SERVER:
-        found = _version(package)
+        found = installed(package)
         fix = None if found else "pip install 'kvass[serve]', if this machine is to serve"
         yield Finding("server", package, "ok", found or "not installed", fix)
     try:

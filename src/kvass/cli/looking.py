@@ -1,6 +1,7 @@
 """Commands that look at what is stored, and remove it: ls, show, verify, rm, stats."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Annotated, Any
 
@@ -27,10 +28,9 @@ def list_objects(
 
     Example: kvass ls --tier disk --limit 10
     """
-    settings = Settings.load()
-    with KVCache.open(settings) as cache:
+    with _opened(tenant) as (cache, salt):
         _known_tier(cache, tier)
-        shown = list(islice(_own(cache, tenant_salt(settings, tenant), tier), limit))
+        shown = list(islice(_own(cache, salt, tier), limit))
     if as_json:
         print_json([_row(stored, header) for stored, header in shown])
         return
@@ -45,6 +45,15 @@ def list_objects(
     out.print(table)
     if len(shown) == limit:
         out.print(f"(the first {limit}; see --limit)")
+
+
+@contextmanager
+def _opened(tenant: str | None) -> Iterator[tuple[KVCache, str]]:
+    """The cache, and the salt of whose objects are meant."""
+    settings = Settings.load()
+    salt = tenant_salt(settings, tenant)
+    with KVCache.open(settings) as cache:
+        yield cache, salt
 
 
 def _known_tier(cache: KVCache, tier: str | None) -> None:
@@ -85,9 +94,7 @@ def show(
 
     Example: kvass show 3f9a12
     """
-    settings = Settings.load()
-    salt = tenant_salt(settings, tenant)
-    with KVCache.open(settings) as cache:
+    with _opened(tenant) as (cache, salt):
         stored, header = _find(cache, salt, key)
         arrays = stored.arrays()
     layers = {name: [layer.nbytes for layer in array] for name, array in arrays.items()}
@@ -164,9 +171,7 @@ def rm(
 
     Example: kvass rm 3f9a12
     """
-    settings = Settings.load()
-    salt = tenant_salt(settings, tenant)
-    with KVCache.open(settings) as cache:
+    with _opened(tenant) as (cache, salt):
         addresses = [_find(cache, salt, key)[0].address for key in keys]
         gone = sum(cache.remove(address) for address in addresses)
     if as_json:

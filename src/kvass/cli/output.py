@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kvass.errors import ModelFilesError
 
@@ -31,10 +31,22 @@ def print_json(value: Any) -> None:
 @contextmanager
 def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
     """A bar on standard error; gives what advances it by one."""
+    with _bar(label, total) as (shown, task):
+        yield lambda: shown.advance(task)
+
+
+@contextmanager
+def progress_to(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error; gives what says how much is done, and of how much."""
+    with _bar(label, None) as (shown, task):
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _bar(label: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as shown:
-        task = shown.add_task(label, total=total)
-        yield lambda: shown.advance(task)
+        yield shown, shown.add_task(label, total=total)
 
 
 def size(count: float) -> str:

@@ -16,6 +16,7 @@ from kvass.cli.output import AsJson, out, print_json, size
 from kvass.cli.scraping import EMPTY, Look, UnreachableError, checked, fetch, figures
 from kvass.config import Settings
 from kvass.errors import InputError
+from kvass.serve.tenants import OPERATOR, clear_key
 
 _WINDOW = 60.0
 """Seconds that rates and the recent figures are taken over."""
@@ -40,7 +41,7 @@ def top(
     if as_json and not once:
         raise InputError("--json prints one frame; give --once with it")
     settings = Settings.load()
-    server = None if url is None else _Server(checked(url), key or _operators_key(settings))
+    server = None if url is None else _Server(checked(url), key or clear_key(settings, OPERATOR))
     with KVCache.open(settings) as cache:
         if server is not None and once:
             server.look()
@@ -58,11 +59,6 @@ def _live(cache: KVCache, server: "_Server | None", interval: float) -> None:
         while True:
             live.update(_shown(_frame(cache, server)), refresh=True)
             time.sleep(interval)
-
-
-def _operators_key(settings: Settings) -> str | None:
-    pairs = (pair.strip().partition("=") for pair in settings.api_keys.split(","))
-    return next((key for name, _, key in pairs if name == "operator" and not key.startswith("sha256:")), None)
 
 
 class _Server:

@@ -3,7 +3,7 @@
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvass.cache import KVCache
-from kvass.cli.output import AsJson, Model, err, needs_transformers, out, print_json
+from kvass.cli.output import AsJson, Model, Tenant, err, needs_transformers, out, print_json, progress_to
 from kvass.config import Settings
 from kvass.errors import InputError
 
@@ -38,7 +37,7 @@ def warm(
     folder: Annotated[
         Path | None, typer.Option("--out", help="Directory for the system messages: context-001.txt, ...")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Store for this tenant of a server.")] = None,
+    tenant: Tenant = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on: read again when files change.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +78,7 @@ def warm(
 
 
 def _once(warmer: "Warmer", as_json: bool, watch: bool) -> None:
-    with _interruptible() as cancelled, _progress() as progress:
+    with _interruptible() as cancelled, progress_to("reading") as progress:
         report = warmer.warm(cancelled, progress)
     if not as_json:
         _show(report)
@@ -110,15 +109,6 @@ def _interruptible() -> Iterator[threading.Event]:
         yield cancelled
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of tokens on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as shown:
-        task = shown.add_task("reading", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def _show(report: "Report") -> None:

@@ -63,6 +63,14 @@ BUNDLED: Final[dict[str, BundledModel]] = {
 }
 
 
+def no_such_model(name_or_path: str) -> ModelFilesError:
+    """The error for a model that is not where a user says."""
+    return ModelFilesError(
+        f"{name_or_path!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a .gguf file, nor a "
+        "directory with a config.json"
+    )
+
+
 def bundled_gguf(name: str, models_path: Path) -> Path:
     """Return the GGUF file of a bundled model, joined once under `models_path` if it comes in parts.
 

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -21,8 +22,8 @@ from kvass.config import Settings
 from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
-from kvass.serve.errors import FAULT, NO_KEY, ApiError, error_body
-from kvass.serve.guard import ARRIVED
+from kvass.serve.errors import FAULT, ApiError, error_body
+from kvass.serve.guard import ARRIVED, TENANT
 from kvass.serve.prompts import ChatEncoder, TooLongError
 from kvass.serve.replies import ChatShape, CompletionShape
 from kvass.serve.reply import RunResponse
@@ -155,12 +156,8 @@ def make_app(service: Service) -> FastAPI:
     _add_error_shapes(app)
 
     def tenant(request: Request) -> str:
-        """Whose request it is; the empty name where there are no tenants."""
-        if not service.tenants:
-            return ""
-        found = service.tenants.of_header(request.headers.get("authorization", ""))
-        if found is None:
-            raise ApiError(401, NO_KEY, code="invalid_api_key")
+        """Whose request it is, as the guard found; the empty name where there are no tenants."""
+        found: str = request.scope[TENANT]
         return found
 
     Tenant = Annotated[str, Depends(tenant)]
@@ -172,49 +169,40 @@ def make_app(service: Service) -> FastAPI:
         )
     }  # fmt: skip
 
-    def run_of(request: Request, asked: list[Asked], tenant: str, options: KvassOptions, param: str) -> Run:
-        if sum(one.n for one in asked) > service.settings.serve_queue:
-            raise ApiError(400, "more answers are asked for than may queue (serve_queue)", param="n")
-        try:
-            scope = service.scope(tenant, options)
-            arrived = request.scope[ARRIVED]
-            run = Run(service.scheduler, service.encoder, service.speed, tenant, scope, asked, arrived)
-            run.submit()
-        except InputError as error:
-            raise ApiError(400, str(error), param=param) from error
-        except Busy as error:
-            raise too_many(error) from error
-        except Stopping as error:
-            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
-        return run
-
-    def too_many(error: Busy) -> ApiError:
-        return ApiError(429, str(error), headers={"Retry-After": str(error.seconds)})
-
-    async def prepared(tenant: str, prepare: Callable[[], list[Asked]], param: str) -> list[Asked]:
+    async def started(
+        request: Request, tenant: str, options: KvassOptions, prepare: Callable[[], list[Asked]], param: str
+    ) -> Run:
         try:
             service.scheduler.check_room(tenant)
-            return await asyncio.to_thread(prepare)
-        except Busy as error:
-            raise too_many(error) from error
+            asked = await asyncio.to_thread(prepare)
+            if sum(one.n for one in asked) > service.settings.serve_queue:
+                raise ApiError(400, "more answers are asked for than may queue (serve_queue)", param="n")
+            scope, arrived = service.scope(tenant, options), request.scope[ARRIVED]
+            run = Run(service.scheduler, service.encoder, service.speed, tenant, scope, asked, arrived)
+            run.submit()
         except TooLongError as error:
             raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
         except InputError as error:
             raise ApiError(400, str(error), param=param) from error
+        except Busy as error:
+            raise ApiError(429, str(error), headers={"Retry-After": str(error.seconds)}) from error
+        except Stopping as error:
+            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
+        return run
 
     @app.post("/v1/chat/completions", responses=errors)
     async def chat(request: Request, body: ChatRequest, tenant: Tenant) -> Response:
         service.check_model(body.model)
-        asked = await prepared(tenant, lambda: _asked_chat(service, body, tenant), "messages")
-        run = run_of(request, asked, tenant, body.kvass, "messages")
+        prepare = partial(_asked_chat, service, body, tenant)
+        run = await started(request, tenant, body.kvass, prepare, "messages")
         shape = ChatShape(service.name, service.decode, bool(body.logprobs))
         return _response(run, shape, body)
 
     @app.post("/v1/completions", responses=errors)
     async def completions(request: Request, body: CompletionRequest, tenant: Tenant) -> Response:
         service.check_model(body.model)
-        asked = await prepared(tenant, lambda: _asked_completion(service, body), "prompt")
-        run = run_of(request, asked, tenant, body.kvass, "prompt")
+        prepare = partial(_asked_completion, service, body)
+        run = await started(request, tenant, body.kvass, prepare, "prompt")
         shape = CompletionShape(service.name, service.decode, body.logprobs is not None)
         return _response(run, shape, body)
 

@@ -4,17 +4,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvass import metrics
 from kvass.serve.errors import FAULT, NO_KEY, error_body
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("kvass.serve")
 
@@ -22,9 +17,11 @@ ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/healthz", "/readyz", "/metrics",
 )  # fmt: skip
 
-
 ARRIVED = "kvass.arrived"
 """Where a request's scope says when its body was there, by `time.perf_counter`."""
+
+TENANT = "kvass.tenant"
+"""Where it says whose request it is."""
 
 
 class _Gone(Exception):
@@ -34,11 +31,18 @@ class _Gone(Exception):
 class Guard:
     """Reads a request's body before the app sees it, so that no route has to think of slow or huge ones."""
 
-    def __init__(self, app: App, *, known: Callable[[Scope], bool], body_bytes: int, receive_seconds: float):
-        """`known`: whether a request has a key, where it needs one. `receive_seconds`: also those in which a
-        client must take a piece of its answer."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tenant_of: Callable[[Scope], str | None],
+        body_bytes: int,
+        receive_seconds: float,
+    ):
+        """`tenant_of`: whose request it is, None where it lacks the key that it needs.
+        `receive_seconds`: also those in which a client must take a piece of its answer."""
         self._app = app
-        self._known = known
+        self._tenant_of = tenant_of
         self._body_bytes = body_bytes
         self._receive_seconds = receive_seconds
 
@@ -59,7 +63,8 @@ class Guard:
                 raise ConnectionResetError("the client does not take its answer") from None
 
         try:
-            if not self._known(scope):
+            scope[TENANT] = self._tenant_of(scope)
+            if scope[TENANT] is None:
                 raise _Refused(401, NO_KEY)
             body = await self._body(scope, receive)
             scope[ARRIVED] = time.perf_counter()

@@ -13,7 +13,6 @@ from kvass.serve.answers import Answers, Place
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters of Unicode, for marks that are gone before anything is tokenised."""
 
-
 _CUT_OFF = 64
 """Tokens that a stop text may have cut off an answer that is still remembered."""
 
@@ -23,10 +22,9 @@ class TooLongError(InputError):
 
 
 class _Answer(NamedTuple):
-    """A former answer of the assistant in a rendered chat: its characters from `start` to `end`."""
+    """A former answer of the assistant, and at which character of a rendered chat it begins."""
 
     start: int
-    end: int
     text: str
 
 
@@ -135,7 +133,7 @@ class ChatEncoder:
         for number, piece in enumerate(pieces):
             if number % 2:
                 text = texts[number // 2]
-                found.append(_Answer(self._start(rendered, at, text), at + len(piece), text))
+                found.append(_Answer(self._start(rendered, at, text), text))
             at += len(piece)
         return found
 

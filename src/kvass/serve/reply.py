@@ -2,18 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import Response
+from starlette.types import Receive, Scope, Send
 
 from kvass.serve.errors import error_body
 from kvass.serve.replies import Shape
 from kvass.serve.run import Delta, Run, ServerFault
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class RunResponse(Response):
@@ -26,7 +22,7 @@ class RunResponse(Response):
         self._stream = stream
         self._usage = usage
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._until_gone(receive))
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(send))

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -95,6 +96,7 @@ class Scheduler:
 
     def __init__(self, engine: Engine, *, slots: int, queue: int):
         self._engine = engine
+        self._chunk_tokens = engine.cache.chunk_tokens if engine.cache is not None else sys.maxsize
         self._slots = slots
         self._limit = queue
         self._changed = threading.Condition()
@@ -191,7 +193,6 @@ class Scheduler:
             left = [*self._active, *(job for jobs in self._waiting.values() for job in jobs)]
             self._active, self._waiting = [], {}
             self._count()
-        metrics.active_requests.set(0)
         for job in left:
             metrics.failed_requests.inc()
             job.deliver(Failed())
@@ -236,17 +237,13 @@ class Scheduler:
             if len(self._active) >= self._slots * (1 if tenant in served else 2):
                 continue
             for job in jobs:
-                if not any(self._share(job, one) for one in reading):
+                if not any(job.shares_with(one, self._chunk_tokens) for one in reading):
                     jobs.remove(job)
                     del self._waiting[tenant]  # and last in turn, if it has more
                     if jobs:
                         self._waiting[tenant] = jobs
                     return job
         return None
-
-    def _share(self, job: Job, other: Job) -> bool:
-        cache = self._engine.cache
-        return cache is not None and job.shares_with(other, cache.chunk_tokens)
 
     def _begin(self, job: Job) -> None:
         job.began = time.perf_counter()
@@ -259,8 +256,7 @@ class Scheduler:
         self._guarded(job, job.answering.begin)
 
     def _beginning(self, job: Job) -> bytes:
-        cache = self._engine.cache
-        return job.answering.tokens[: cache.chunk_tokens].tobytes() if cache is not None else b""
+        return job.answering.tokens[: self._chunk_tokens].tobytes()
 
     def _advance(self, job: Job) -> None:
         reading = job.reading
@@ -279,8 +275,7 @@ class Scheduler:
 
     def _new_to_others(self, usage: Usage) -> bool:
         """Whether so much of a prompt was computed that others may want it while it is still answered."""
-        cache = self._engine.cache
-        return cache is not None and usage.prompt_tokens - usage.cached_tokens >= cache.chunk_tokens
+        return usage.prompt_tokens - usage.cached_tokens >= self._chunk_tokens
 
     def _guarded(self, job: Job, work: Callable[[], None]) -> None:
         """The outermost loop of a request: whatever happens in it ends that request and no other."""

@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import Scope
 
 from kvass.cache import KVCache
 from kvass.config import Settings
@@ -62,7 +63,7 @@ def run(
         service = Service(loaded.name, int(time.time()), engine, scheduler, encoder, tenants, settings)
         app = Guard(
             make_app(service),
-            known=partial(_known, tenants),
+            tenant_of=partial(_tenant_of, tenants),
             body_bytes=settings.serve_body_bytes,
             receive_seconds=settings.serve_receive_seconds,
         )
@@ -75,11 +76,12 @@ def run(
         ).run(sockets=[listening])
 
 
-def _known(tenants: Tenants, scope: MutableMapping[str, Any]) -> bool:
+def _tenant_of(tenants: Tenants, scope: Scope) -> str | None:
+    """The empty name where there are no tenants, or the path is for everybody."""
     if not tenants or scope["path"] in _OPEN_PATHS:
-        return True
+        return ""
     header = dict(scope["headers"]).get(b"authorization", b"")
-    return tenants.of_header(header.decode("latin-1")) is not None
+    return tenants.of_header(header.decode("latin-1"))
 
 
 def _config(app: Any, settings: Settings) -> uvicorn.Config:

@@ -49,7 +49,7 @@ class Tenants:
     def load(cls, settings: Settings) -> "Tenants":
         """Keys of `api_keys_file` and `api_keys`, and `public_tenants`. Raises ConfigError naming what cannot
         be used."""
-        keys = [_from_environment(pair.strip()) for pair in settings.api_keys.split(",") if pair.strip()]
+        keys = [_from_environment(*pair) for pair in _pairs(settings)]
         if settings.api_keys_file is not None:
             keys += _from_file(settings.api_keys_file)
         digests = [key.digest for key in keys]
@@ -94,8 +94,18 @@ def check_name(tenant: str) -> str:
     return tenant
 
 
-def _from_environment(pair: str) -> ApiKey:
-    tenant, equals, key = pair.partition("=")
+def clear_key(settings: Settings, tenant: str) -> str | None:
+    """A tenant's API key, where the setting `api_keys` holds it in clear."""
+    pairs = _pairs(settings)
+    return next((key for name, _, key in pairs if name == tenant and not _HASH.fullmatch(key)), None)
+
+
+def _pairs(settings: Settings) -> list[tuple[str, str, str]]:
+    """What `api_keys` lists: tenant, the sign between (empty where it is missing), key."""
+    return [pair.strip().partition("=") for pair in settings.api_keys.split(",") if pair.strip()]
+
+
+def _from_environment(tenant: str, equals: str, key: str) -> ApiKey:
     if not equals:
         raise ConfigError("api_keys must be tenant=key pairs with commas between")
     return ApiKey(check_name(tenant), _digest(key, f"api_keys, tenant {tenant}", plain=True))

@@ -27,7 +27,7 @@ from kvass.tiers import rebuild
 from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
 from kvass.tiers.batches import batches, by_key, sift
 from kvass.tiers.environment import Txn, destroy
-from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, write_all
+from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, others_may_write, write_all
 from kvass.tiers.index import Index, Record, release
 from kvass.tiers.owners import Owner
 from kvass.tiers.reconciling import reconcile, undo_intent
@@ -95,8 +95,7 @@ class DirectoryTier(Tier):
 
     def _make_folders(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.path.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        if others_may_write(self.path):
             raise TierUnavailableError(
                 f"{self.path} belongs to or may be written by somebody else; use another directory"
             )

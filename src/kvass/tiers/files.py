@@ -101,6 +101,12 @@ def charge(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
+def others_may_write(folder: Path) -> bool:
+    """Whether a directory is somebody else's, or open to others' writing. Raises OSError."""
+    status = folder.stat()
+    return status.st_uid != os.geteuid() or bool(status.st_mode & 0o022)
+
+
 def on_tmpfs(path: Path) -> bool:
     """Whether a directory (or its nearest existing parent) lies in memory; False where nobody can tell."""
     while not _exists(path):

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvass.engines.transformers.convert import convert_gguf, gguf_adds_bos
 from kvass.errors import InputError, ModelFilesError
-from kvass.models.bundled import BUNDLED, bundled_gguf
+from kvass.models.bundled import BUNDLED, bundled_gguf, no_such_model
 from kvass.models.digests import file_digest
 
 _AutoModel: Any = AutoModelForCausalLM  # its stated return type leaves out the loading report
@@ -144,10 +144,7 @@ def _find(name_or_path: str, models_path: Path) -> tuple[str, Path]:
         return path.name, target
     if (path / "config.json").is_file():
         return path.resolve().name, path.absolute()
-    raise ModelFilesError(
-        f"{name_or_path!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a .gguf file, nor a "
-        "directory with a config.json"
-    )
+    raise no_such_model(name_or_path)
 
 
 def _converted(name: str, gguf: Path, models_path: Path) -> Path:

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvass.engines.transformers.layers import refuse_unsupported
 from kvass.errors import ModelFilesError, UnsupportedModelError
-from kvass.models.bundled import BUNDLED, bundled_gguf
+from kvass.models.bundled import BUNDLED, bundled_gguf, no_such_model
 from kvass.spec import KVSpec, LayerGroup
 
 _AutoModel: Any = AutoModelForCausalLM  # from_config is untyped
@@ -62,10 +62,7 @@ def _source(name_or_path: str, models_path: Path) -> Iterator[dict[str, Any]]:
             (Path(folder) / "model.gguf").symlink_to(path.absolute())
             yield {"pretrained_model_name_or_path": folder, "gguf_file": "model.gguf"}
     else:
-        raise ModelFilesError(
-            f"{name_or_path!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a .gguf file, nor a "
-            "directory with a config.json"
-        )
+        raise no_such_model(name_or_path)
 
 
 def _spec(cache: DynamicCache, dtype: str, kind: str) -> KVSpec:
