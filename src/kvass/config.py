@@ -66,6 +66,57 @@ class Settings(BaseSettings):
     tenant_salt: str = Field(
         default="", repr=False, description="Secret mixed into every root, so that tenants never share hits."
     )
+    redis_url: str = Field(
+        default="",
+        repr=False,
+        description="Redis or Valkey as a tier: redis://, rediss:// (TLS), redis+cluster://, "
+        "rediss+cluster:// or unix://; empty turns it off.",
+    )
+    redis_password_file: Path | None = Field(
+        default=None, description="File with the Redis password, where redis_url does not hold it."
+    )
+    redis_ca_file: Path | None = Field(
+        default=None, description="Certificates that a TLS connection to Redis trusts; the system's if unset."
+    )
+    redis_ttl_seconds: int = Field(
+        default=0, ge=0, description="Seconds after which Redis drops an object; 0: it stays until evicted."
+    )
+    s3_url: str = Field(
+        default="", description="S3 as a tier: s3://bucket/prefix; empty turns it off. Keys: AWS_* or a file."
+    )
+    s3_endpoint: str = Field(
+        default="", description="Address of an S3-compatible server; empty: Amazon's of the region."
+    )
+    s3_region: str = Field(default="us-east-1", description="Region that requests to S3 are signed for.")
+    s3_credentials_file: Path | None = Field(
+        default=None, description="TOML file with access_key_id and secret_access_key (and session_token)."
+    )
+    mooncake_master: str = Field(
+        default="", description="Mooncake Store as a tier: host:port of its master; empty turns it off."
+    )
+    mooncake_metadata: str = Field(
+        default="P2PHANDSHAKE", description="Mooncake's metadata server, such as http://host:port/metadata."
+    )
+    mooncake_host: str = Field(
+        default="127.0.0.1",
+        description="This machine's name or address, as Mooncake's other members reach it.",
+    )
+    mooncake_protocol: str = Field(default="tcp", description="Mooncake's transport: tcp, or rdma.")
+    mooncake_device: str = Field(default="", description="Mooncake's RDMA devices, with commas between.")
+    mooncake_bytes: int = Field(
+        default=1 << 30, ge=0, description="Bytes of this process's memory that join Mooncake's pool."
+    )
+    remote_exists_seconds: float = Field(
+        default=0.2, gt=0, description="Seconds that a lookup waits for remote tiers, all together."
+    )
+    remote_call_seconds: float = Field(
+        default=10.0, gt=0, description="Seconds that one read or write of a remote tier may take."
+    )
+    remote_queue_objects: int = Field(
+        default=4096,
+        ge=1,
+        description="Objects that may wait to be written to a lower tier; more are dropped.",
+    )
     state_path: Path = Field(
         default_factory=lambda: _cache_home() / "state",
         description="Directory for what a server remembers: the ids of its answers.",
@@ -99,6 +150,12 @@ class Settings(BaseSettings):
     )
     serve_grace_seconds: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish when a server stops."
+    )
+    upstream_api_key_file: Path | None = Field(
+        default=None, description="File with the API key that `kvass serve --upstream` sends to its upstream."
+    )
+    upstream_api_key: str = Field(
+        default="", repr=False, description="That key itself, where upstream_api_key_file does not hold it."
     )
 
     @field_validator("host_path", "disk_path", "models_path", "state_path")

@@ -42,6 +42,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     state: StateClass = "exact"
     format: int = FORMAT_VERSION
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays of a chunk: `k` and `v`; in an engine's own layout one opaque `kv`."""
+        return ("k", "v") if self.layout == "canonical" else ("kv",)
+
     def root(self) -> bytes:
         """The first key of every chain in this namespace, 32 bytes."""
         hasher = blake3(derive_key_context="kvass namespace root v1")

@@ -42,7 +42,7 @@ evicted_objects = Counter(
 )
 dropped_stores = Counter(
     "kvass_dropped_stores",
-    "Objects not stored, by tier and reason (full, error, deadline, orphan).",
+    "Objects not stored, by tier and reason (full, error, deadline, orphan, queue).",
     ["tier", "reason"],
     registry=registry,
 )
@@ -51,6 +51,18 @@ errors = Counter(
     "Failures that were answered with a miss, by tier and operation.",
     ["tier", "operation"],
     registry=registry,
+)
+remote_state = Gauge(
+    "kvass_remote_state",
+    "Circuit breaker of a remote tier: 0 closed, 1 half open, 2 open (left alone for now).",
+    ["tier"],
+    registry=registry,
+)
+retries = Counter(
+    "kvass_retries", "Calls of a remote tier that were tried again, by tier.", ["tier"], registry=registry
+)
+queued_objects = Gauge(
+    "kvass_queued_objects", "Objects that wait to be written to a lower tier.", ["tier"], registry=registry
 )
 requests = Counter(
     "kvass_requests",

@@ -44,7 +44,9 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Layers whose KV has one shape and one lifetime.
 
     Arrays of a chunk: `k` `[layers, tokens, kv_heads, head_dim]` after RoPE and `v`
-    `[layers, tokens, kv_heads, v_head_dim]`. `window`: a token sees itself and `window - 1` before it.
+    `[layers, tokens, kv_heads, v_head_dim]`; in an engine's own layout the same bytes in some order of
+    its own, as one array `kv` `[layers, tokens, kv_heads * (head_dim + v_head_dim)]`.
+    `window`: a token sees itself and `window - 1` before it.
     """
 
     kind: GroupKind
@@ -62,8 +64,10 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         per_head = self.head_dim + self.v_head_dim
         return len(self.layers) * self.kv_heads * per_head * numpy_dtype(self.dtype).itemsize
 
-    def shape(self, name: str, tokens: int) -> tuple[int, int, int, int]:
-        """Shape of array `name` ('k' or 'v') for `tokens` tokens."""
+    def shape(self, name: str, tokens: int) -> tuple[int, ...]:
+        """Shape of array `name` for `tokens` tokens: 'k' or 'v'; or 'kv', as an engine packs both."""
+        if name == "kv":
+            return (len(self.layers), tokens, self.kv_heads * (self.head_dim + self.v_head_dim))
         return (len(self.layers), tokens, self.kv_heads, self.head_dim if name == "k" else self.v_head_dim)
 
     def first_needed(self, hit: int) -> int:

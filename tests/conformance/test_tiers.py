@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from kvass.testing.clock import ManualClock
-from kvass.testing.tiers import TierConformance
+from kvass.testing.local_tiers import LocalTierConformance
 from kvass.tiers.base import Tier
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
 
 
-class TestMemoryTier(TierConformance):
+class TestMemoryTier(LocalTierConformance):
     budget = 4 << 20
 
     def make_tier(self, path: Path, budget: int, clock: ManualClock) -> Tier:
         return MemoryTier(budget, clock=clock, seed=1)
 
 
-class TestDirectoryTierInMemory(TierConformance):
+class TestDirectoryTierInMemory(LocalTierConformance):
     budget = 8 << 20
 
     @pytest.fixture
@@ -36,7 +36,7 @@ class TestDirectoryTierInMemory(TierConformance):
         return tier
 
 
-class TestDirectoryTierOnDisk(TierConformance):
+class TestDirectoryTierOnDisk(LocalTierConformance):
     budget = 8 << 20
     payload = 128 << 10  # each write waits for the disk
 

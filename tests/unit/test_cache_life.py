@@ -18,11 +18,12 @@ import pytest
 from fixtures.world import CHUNK, SPEC, blank, hit, kv, namespace, prompt, same, store
 from kvass import metrics
 from kvass.cache import Copying, KVCache, Pool
-from kvass.cache.executor import Executor, Workers
+from kvass.cache.executor import Executor
 from kvass.errors import TierError, TierUnavailableError
 from kvass.tiers.base import WriteItem
 from kvass.tiers.directory import DirectoryTier
 from kvass.tiers.memory import BytesBlob, MemoryTier
+from kvass.workers import Workers
 
 SPACE = namespace()
 

@@ -8,7 +8,7 @@ from kvass.chunks import Tokens
 from kvass.codecs.base import Codec
 from kvass.container import Blob, Buffer, Encoded, Header
 from kvass.errors import CorruptObjectError, TierError
-from kvass.keys import FORMAT_VERSION, Namespace, address_text, content_key
+from kvass.keys import FORMAT_VERSION, Namespace, address_text, content_key, split_address
 from kvass.provenance import EXACT
 from kvass.tiers.base import Tier
 
@@ -22,20 +22,20 @@ class ChunkBlob:
     """
 
     def __init__(
-        self, coder: Codec, namespace: Namespace, key: bytes, parent: bytes | None, root: bytes, group: int,
+        self, coder: Codec, namespace: Namespace, one: bytes, parent: bytes | None, root: bytes,
         position: int, tokens: Tokens, source: KVView,
     ):  # fmt: skip
-        self._coder, self._namespace, self._key, self._parent = coder, namespace, key, parent
-        self._root, self._group, self._position, self._tokens = root, group, position, tokens
-        self._source = source
+        self._coder, self._namespace, self._parent, self._root = coder, namespace, parent, root
+        self._key, self._group, self._shard = split_address(one)
+        self._position, self._tokens, self._source = position, tokens, source
 
     @cached_property
     def _encoded(self) -> Encoded:
         tokens, group = self._tokens, self._namespace.spec.groups[self._group]
         arrays = self._source.arrays(self._group, self._position, self._position + tokens.size)
-        check_fit(arrays, group, tokens.size)
+        check_fit(arrays, self._namespace.arrays, group, tokens.size)
         header = Header(
-            digest="", format=FORMAT_VERSION, key=self._key.hex(), group=self._group, shard=0,
+            digest="", format=FORMAT_VERSION, key=self._key.hex(), group=self._group, shard=self._shard,
             parent=address_text(self._parent) if self._parent else "",
             content_key=content_key(self._root, tokens.tobytes()).hex(), namespace=self._namespace,
             position=self._position, tokens=tokens.tolist(), codec=[self._coder.step()], provenance=EXACT,

@@ -1,18 +1,18 @@
 """The cache's threads: I/O workers, one writer, one background worker, one housekeeper."""
 
 import logging
-import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvass import metrics
 from kvass.cache.pool import KVView
 from kvass.container import Blob, Buffer
 from kvass.errors import KvassError, TierError, TierUnavailableError
+from kvass.tiers.base import Run
+from kvass.workers import Workers
 
 log = logging.getLogger("kvass.cache")
 
@@ -89,108 +89,61 @@ class _Counted:
             self._copying.end()
 
 
-class Workers:
-    """Threads that run jobs in the order in which they came.
+class Lane:
+    """The way down to one lower tier: jobs in order, on threads that nothing else waits for; bounded."""
 
-    Not those of `concurrent.futures`: the interpreter waits for them at its end, for ever where one
-    stands still in a tier.
-    """
-
-    def __init__(self, count: int, name: str):
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+    def __init__(self, tier: str, most: int, io_threads: int):
+        self._tier = tier
+        self._most = most
         self._guard = threading.Lock()
-        self._pid = os.getpid()
-        self._closed = False
-        self._done = 0
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._objects = 0
+        self._gauge = metrics.queued_objects.labels(tier)
+        self.worker = Workers(1, f"kvass-to-{tier}")
+        self.io = Workers(io_threads, f"kvass-to-{tier}-io")
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, function = job
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = function()
-                except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
-            del job, future, function  # what they hold must not live until the next job comes
-            self._done += 1
+    def submit(self, objects: int, job: Callable[[], None]) -> bool:
+        """Run a job that writes so many objects; False, and nothing, where too many wait already.
 
-    def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a job. Raises TierUnavailableError after `close`, and in a forked child."""
-        if self._pid != os.getpid():
-            raise TierUnavailableError("the cache was opened before a fork; open it again")
-        future: Future[T] = Future()
+        Raises TierUnavailableError when closed.
+        """
         with self._guard:
-            if self._closed:
-                raise TierUnavailableError("the cache is closed")
-            self._jobs.put((future, function))
-        return future
-
-    def map(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
-        """`map` over the threads. Ends, by an exception too, only when no call is running any more."""
-        futures: list[Future[U]] = []
+            if self._objects and self._objects + objects > self._most:
+                return False
+            self._objects += objects
+            self._gauge.set(self._objects)
         try:
-            futures.extend(self.submit(partial(function, item)) for item in items)
-            for future in futures:
-                yield future.result()
-        finally:
-            running = [future for future in futures if not future.done() and not future.cancel()]
-            if running:
-                wait(running)
-
-    def share(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """The results of `map`, all at once: each thread takes the next item by itself, which spares a
-        hand-over of the interpreter's lock for each item. Ends only when no call is running any more."""
-        todo = list(items)
-        found: dict[int, U] = {}
-        numbers = iter(range(len(todo)))
-
-        def work() -> None:
-            for number in numbers:
-                found[number] = function(todo[number])
-
-        futures: list[Future[None]] = []
-        try:
-            futures.extend(self.submit(work) for _ in range(min(len(self._threads), len(todo))))
-            for number, future in enumerate(futures):
-                if not number or not future.cancel():  # once one is through, who has not begun need not
-                    future.result()
-        finally:
-            wait([future for future in futures if not future.cancel()])
-        return [found[number] for number in range(len(todo))]
-
-    def close(self, patience: float) -> bool:
-        """Take no more jobs and finish those there are; False when none ended for `patience` seconds."""
-        with self._guard:
-            if not self._closed:
-                self._closed = True
-                for _ in self._threads:
-                    self._jobs.put(None)
-        for thread in self._threads:
-            while thread.is_alive():
-                before = self._done
-                thread.join(patience)
-                if thread.is_alive() and self._done == before:
-                    return False
+            self.worker.submit(job).add_done_callback(lambda _: self._done(objects))
+        except TierUnavailableError:
+            self._done(objects)
+            raise
         return True
+
+    def _done(self, objects: int) -> None:
+        with self._guard:
+            self._objects -= objects
+            self._gauge.set(self._objects)
 
 
 class Executor:
     """Runs what must not run on the engine's thread. Jobs never raise into the threads' loops."""
 
-    def __init__(self, io_threads: int, housekeeping: Callable[[], None], interval: float = 1.0):
+    def __init__(
+        self,
+        io_threads: int,
+        housekeeping: Callable[[], None],
+        interval: float = 1.0,
+        *,
+        lanes: Iterable[str] = (),
+        lane_objects: int = 4096,
+    ):
+        """`lanes`: names of the lower tiers; `lane_objects`: how many objects may wait for each."""
         self._io = Workers(io_threads, "kvass-io")
         self._writer = Workers(1, "kvass-writer")
         self._background = Workers(1, "kvass-background")
         self._background_io = Workers(io_threads, "kvass-background-io")
+        self._staging = Workers(io_threads, "kvass-staging")
+        self._staging_io = Workers(io_threads, "kvass-staging-io")
+        self._lanes = {name: Lane(name, lane_objects, io_threads) for name in lanes}
         self._housekeeping = housekeeping
         self._stop = threading.Event()
         self._housekeeper = threading.Thread(
@@ -210,16 +163,36 @@ class Executor:
         """`map` over threads that loads never wait for."""
         return self._background_io.share(function, items)
 
+    def staging_io_map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        """`map` over threads that may wait for another machine."""
+        return self._staging_io.share(function, items)
+
+    def lane_io_map(self, tier: str) -> Run:
+        """`map` over threads that only writes to that lower tier use."""
+        return self._lanes[tier].io.share
+
     def write(self, job: Callable[[], None]) -> "Future[None]":
         """Run a store, after those before it. Raises TierUnavailableError when closed."""
         return self._writer.submit(partial(self._guarded, job, "store"))
 
     def background(self, job: Callable[[], None]) -> None:
-        """Run a cascade, promotion or removal, after those before it; not at all when closed."""
+        """Run a promotion or removal, after those before it; not at all when closed."""
         try:
             self._background.submit(partial(self._guarded, job, "background"))
         except TierUnavailableError:
             metrics.errors.labels("cache", "background").inc()
+
+    def stage(self, job: Callable[[], T]) -> "Future[T]":
+        """Run a job that waits for other machines. Raises TierUnavailableError when closed."""
+        return self._staging.submit(job)
+
+    def behind(self, tier: str, objects: int, job: Callable[[], None]) -> bool:
+        """Write so many objects to a lower tier, after those before; False where too many wait already."""
+        try:
+            return self._lanes[tier].submit(objects, partial(self._guarded, job, "cascade"))
+        except TierUnavailableError:
+            metrics.errors.labels("cache", "cascade").inc()
+            return True
 
     @staticmethod
     def _guarded(job: Callable[[], None], operation: str) -> None:
@@ -239,7 +212,8 @@ class Executor:
 
     def flush(self, seconds: float | None = None) -> None:
         """Wait until all that was asked for so far is done. Raises TimeoutError after `seconds`."""
-        for workers in (self._writer, self._background):  # a store asks for its cascade
+        lanes = [lane.worker for lane in self._lanes.values()]
+        for workers in (self._writer, self._background, *lanes):  # a store asks for its cascade
             try:
                 done = workers.submit(lambda: None)
             except TierUnavailableError:
@@ -249,7 +223,16 @@ class Executor:
     def close(self, patience: float) -> bool:
         """Finish what was asked for, then stop; False when something stood still for `patience` seconds."""
         self._stop.set()
-        for workers in (self._writer, self._background, self._background_io, self._io):
+        lanes = [workers for lane in self._lanes.values() for workers in (lane.worker, lane.io)]
+        ends = (
+            self._writer,
+            self._staging,
+            self._background,
+            self._background_io,
+            self._staging_io,
+            self._io,
+        )
+        for workers in (*ends, *lanes):
             if not workers.close(patience):
                 return False
         self._housekeeper.join(patience)

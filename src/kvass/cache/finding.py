@@ -23,12 +23,14 @@ def find(
     chunk_tokens: int,
     limit: int,
     keys: list[bytes] | None,
+    shards: tuple[int, ...] = (0,),
 ) -> Match:
     """The longest beginning of the first `limit` tokens that is stored. A tier that fails has nothing."""
     root = namespace.root()
     if keys is None:
         keys = chain(root, tokens[:limit], chunk_tokens)
-    primary = [key + address(b"", 0) for key in keys[: limit // chunk_tokens]]
+    part = address(b"", 0, shards[0])
+    primary = [key + part for key in keys[: limit // chunk_tokens]]
     runs, found = [], 0
     for number, tier in enumerate(tiers):
         more = _leading(tier, failed, primary, found)
@@ -37,12 +39,12 @@ def find(
             found += more
     length, child = found * chunk_tokens, None
     if length < limit:
-        parent = primary[found - 1] if found else address(root, 0)
+        parent = primary[found - 1] if found else root + part
         child = nearest(tiers, failed, parent, tokens[length:limit][:chunk_tokens])
         length += child[1].common if child else 0
-    match = Match(tokens, namespace, chunk_tokens, length, keys, tuple(runs), child)
-    if len(namespace.spec.groups) > 1 or namespace.spec.groups[0].window is not None:
-        match = _with_all_groups(tiers, failed, match)
+    match = Match(tokens, namespace, chunk_tokens, length, keys, tuple(runs), child, shards)
+    if len(namespace.spec.groups) > 1 or namespace.spec.groups[0].window is not None or len(shards) > 1:
+        match = _with_all_parts(tiers, failed, match)
     return match
 
 
@@ -76,21 +78,25 @@ def nearest(tiers: Sequence[Tier], failed: Failed, parent: bytes, tokens: Tokens
     return best
 
 
-def _with_all_groups(tiers: Sequence[Tier], failed: Failed, match: Match) -> Match:
-    """Shorten a match until every group has the objects that its window still needs there."""
+def _with_all_parts(tiers: Sequence[Tier], failed: Failed, match: Match) -> Match:
+    """Shorten a match until every group and shard has the objects that its window still needs there."""
+    there: dict[bytes, bool] = {}
     while match.length:
-        missing = [piece for piece in match.pieces() if not _there(tiers, failed, piece)]
+        pieces = match.pieces()
+        look(tiers, failed, [piece for piece in pieces if piece.address not in there], there)
+        missing = [piece.start for piece in pieces if not there[piece.address]]
         if not missing:
             return match
-        match = match.cut(max(piece.start for piece in missing))
+        match = match.cut(max(missing))
     return match
 
 
-def _there(tiers: Sequence[Tier], failed: Failed, piece: Piece) -> bool:
-    for tier in tiers[piece.tier :]:
+def look(tiers: Sequence[Tier], failed: Failed, pieces: Sequence[Piece], there: dict[bytes, bool]) -> None:
+    """Note of each piece whether a tier has it, its own or a slower one; each tier is asked once."""
+    there.update((piece.address, False) for piece in pieces)
+    for number, tier in enumerate(tiers):
+        asked = [one.address for one in pieces if one.tier <= number and not there[one.address]]
         try:
-            if tier.contains([piece.address])[0]:
-                return True
+            there.update(zip(asked, tier.contains(asked) if asked else (), strict=True))
         except FAILURES as error:
             failed(tier, "lookup", error)
-    return False

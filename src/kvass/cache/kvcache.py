@@ -1,6 +1,7 @@
 """KVCache: lookup, load, store, prefetch, pin, forget, explain over an ordered list of tiers."""
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -19,26 +20,32 @@ import numpy.typing as npt
 from kvass import metrics
 from kvass.cache.blobs import NO_BLOB
 from kvass.cache.executor import Copying, Executor
-from kvass.cache.finding import find
+from kvass.cache.finding import find, look
 from kvass.cache.inspection import Explanation, StoredChunk, explanation, opener
 from kvass.cache.loading import Loader, LoadResult, Ready
 from kvass.cache.match import Match
 from kvass.cache.moving import FAILURES, copy, lacking, promotions, sequence_items
-from kvass.cache.pool import KVView, Pool
+from kvass.cache.pool import KVView, Pool, Scratch
+from kvass.cache.staging import stage
 from kvass.chunks import Tokens, as_tokens
 from kvass.clock import Clock, system_clock
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
 from kvass.config import Settings
 from kvass.errors import ConfigError, CorruptObjectError, TierError, TierUnavailableError
-from kvass.keys import Namespace, address, chain, parse_address
-from kvass.tiers.base import Tier, Usage, WriteItem
+from kvass.keys import Namespace, address, chain, next_key, parse_address
+from kvass.tiers.base import Lease, Tier, Usage, WriteItem
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
+from kvass.tiers.remote import RemoteTier
+from kvass.tiers.remotes import configured
 
 log = logging.getLogger("kvass.cache")
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+_STAGE_SECONDS = 60.0
+"""What a staging may take where nobody set a nearer deadline."""
 
 _EXIT_PATIENCE = 10.0
 """Seconds without progress after which an interpreter that ends leaves a cache as it is."""
@@ -78,15 +85,28 @@ class KVCache:
         chunk_tokens: int = 256,
         io_threads: int = 2,
         store_deadline: float = 5.0,
+        shards: tuple[int, ...] = (0,),
+        exists_seconds: float = 0.2,
+        lane_objects: int = 4096,
         clock: Clock = system_clock,
     ):
-        """`tiers`: fastest first; closed with the cache."""
+        """`tiers`: fastest first, remote ones last; closed with the cache. `shards`: the parts of each group
+        (tensor-parallel ranks) that lookups must find and stores write. `exists_seconds`: what a lookup
+        waits for remote tiers, all together. `lane_objects`: how many objects may wait for a lower tier."""
         self.tiers = list(tiers)
         self.chunk_tokens = chunk_tokens
+        self.shards = shards
         self.unavailable: dict[str, str] = {}
         self._store_deadline = store_deadline
         self._clock = clock
-        self._executor = Executor(io_threads, self._keep_house)
+        self._exists_seconds = exists_seconds
+        self._local = [tier for tier in self.tiers if not tier.remote]
+        self._executor = Executor(
+            io_threads,
+            self._keep_house,
+            lanes=[tier.name for tier in self.tiers[1:]],
+            lane_objects=lane_objects,
+        )
         self._codec: Codec = Raw()
         self._warned: set[tuple[str, str]] = set()
         self._guard = threading.Lock()
@@ -96,9 +116,15 @@ class KVCache:
         _open.add(self)
 
     @classmethod
-    def open(cls, settings: Settings | None = None) -> Self:
-        """A cache with the tiers that the settings name. A tier that cannot be used is left out, with a
-        warning; `unavailable` says why. Raises ConfigError for contradictory settings."""
+    def open(
+        cls,
+        settings: Settings | None = None,
+        *,
+        chunk_tokens: int | None = None,
+        shards: tuple[int, ...] = (0,),
+    ) -> Self:
+        """A cache with the tiers that the settings name. A tier of this machine that cannot be used is left
+        out, with a warning; `unavailable` says why. Raises ConfigError for contradictory settings."""
         settings = settings or Settings.load()
         if settings.host_bytes and settings.disk_bytes and settings.host_path == settings.disk_path:
             raise ConfigError("host_path and disk_path are the same directory; give each tier its own")
@@ -123,21 +149,47 @@ class KVCache:
             except TierError as error:
                 unavailable["disk"] = str(error)
                 log.warning("kvass: no SSD tier: %s", error)
+        remotes = list(configured(settings))
+        if remotes and not tiers:
+            raise ConfigError(f"the {remotes[0][0]} tier needs the host tier; set host_bytes to more than 0")
+        tiers += [
+            RemoteTier(name, store, call_seconds=settings.remote_call_seconds, threads=settings.io_threads)
+            for name, store in remotes
+        ]
         cache = cls(
             tiers,
-            chunk_tokens=settings.chunk_tokens,
+            chunk_tokens=chunk_tokens or settings.chunk_tokens,
             io_threads=settings.io_threads,
             store_deadline=settings.store_deadline,
+            shards=shards,
+            exists_seconds=settings.remote_exists_seconds,
+            lane_objects=settings.remote_queue_objects,
         )
         cache.unavailable = unavailable
         return cache
 
     # -- lookup and load ------------------------------------------------------------------------------
 
+    @property
+    def remote(self) -> bool:
+        """Whether there are tiers on other machines."""
+        return len(self._local) < len(self.tiers)
+
     def _usable(self) -> list[Tier]:
         """The tiers, fastest first; none once the cache is closed, nor in a forked child, where its threads
         do not live and locks may be held for ever."""
         return [] if self._closed or self._pid != os.getpid() else self.tiers
+
+    def _here(self) -> list[Tier]:
+        """Those of this machine."""
+        return self._local if self._usable() else []
+
+    def _within(self, namespace: Namespace, until: float | None = None) -> list[Tier]:
+        """The tiers, for objects of one namespace, until that time (monotonic seconds)."""
+        if not self.remote:
+            return self._usable()
+        root = namespace.root()
+        return [tier.within(root, until) for tier in self._usable()]
 
     def lookup(
         self,
@@ -147,27 +199,41 @@ class KVCache:
         limit: int | None = None,
         keys: list[bytes] | None = None,
         others: Sequence[Namespace] = (),
+        local: bool = False,
     ) -> Match:
         """The longest beginning of `tokens` that is stored, to the token, at most `limit` tokens.
 
         `keys`: the chain of the whole chunks, where the caller has it already. `others`: namespaces that
         the caller may read too, looked at where `namespace` does not have all; the longest match is
-        returned, and names its own. Costs one index read a chunk and namespace. Never raises because of a
-        tier. Raises InputError for unusable tokens.
+        returned, and names its own. `local`: only the tiers of this machine are asked. Costs one index read
+        a chunk and namespace, and a round trip to each remote tier where the nearer ones do not have all.
+        Never raises because of a tier. Raises InputError for unusable tokens.
         """
         began = time.perf_counter()
         array = as_tokens(tokens)
         limit = array.size if limit is None else max(0, min(limit, array.size))
-        tiers = self._usable()
-        match = find(tiers, self._failed, array, namespace, self.chunk_tokens, limit, keys)
+        until = time.monotonic() + self._exists_seconds
+        match = self._find(array, namespace, limit, keys, until, local)
         for other in others:
             if match.length < limit:
-                more = find(tiers, self._failed, array, other, self.chunk_tokens, limit, None)
+                more = self._find(array, other, limit, None, until, local)
                 match = more if more.length > match.length else match
         metrics.lookup_tokens.labels("hit").inc(match.length)
         metrics.lookup_tokens.labels("miss").inc(array.size - match.length)
         metrics.lookup_seconds.observe(time.perf_counter() - began)
         return match
+
+    def _find(
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        limit: int,
+        keys: list[bytes] | None,
+        until: float,
+        local: bool,
+    ) -> Match:
+        tiers = self._here() if local else self._within(namespace, until)
+        return find(tiers, self._failed, tokens, namespace, self.chunk_tokens, limit, keys, self.shards)
 
     def load(
         self, match: Match, into: KVView, *, seconds: float | None = None, ready: Ready | None = None
@@ -177,16 +243,24 @@ class KVCache:
         Returns how many tokens are in place: all of the match, or fewer where an object turned out missing
         or corrupt or `seconds` were over. Behind them `into` may hold anything. `ready(n)` is called, in
         order, as soon as the first `n` tokens are in place; once, at the end, where a group has a window.
+        What is in remote tiers only is brought to the fastest tier first.
         Never raises because of a tier. Raises InputError where `into` does not fit the spec.
         """
-        tiers = self._usable()
-        if not tiers:
+        if not self._usable():
             return LoadResult(0, 0, 0, 0.0, {})
-        loader = Loader(tiers, self._failed, self._executor, self._codec, match, into)
+        began = time.monotonic()
+        until = None if seconds is None else began + seconds
         try:
+            if self._is_far(match):
+                self._stage(match, until)
+                match = match.anywhere()
+                seconds = None if until is None else until - time.monotonic()
+            tiers = self._within(match.namespace, until)
+            loader = Loader(tiers, self._failed, self._executor, self._codec, match, into)
             result = loader.load(seconds, ready)
         except TierUnavailableError:  # the cache was closed meanwhile
             return LoadResult(0, 0, 0, 0.0, {})
+        result = result._replace(seconds=time.monotonic() - began)
         self._after_load(match, result)
         used = [tier.name for tier in tiers if tier.name in result.tiers]
         if used:
@@ -206,8 +280,80 @@ class KVCache:
                     tier.touch(used)
                 except FAILURES as error:
                     self._failed(tier, "touch", error)
-        if any(name != self.tiers[0].name for name in result.tiers):
+        if any(tier.name in result.tiers for tier in self._local[1:]):
             self._executor.background(lambda: self._copy_up(match, result.tokens))
+
+    # -- promises to an engine ------------------------------------------------------------------------
+
+    def stage(
+        self,
+        tokens: TokenIds,
+        namespace: Namespace,
+        *,
+        limit: int | None = None,
+        seconds: Callable[[int], float],
+    ) -> "Future[Match]":
+        """Look a prompt up in all tiers and bring what only remote ones have to the fastest one, within
+        `seconds(tokens of the hit)`. Gives what this machine's tiers hold then.
+
+        Never raises because of a tier: a closed cache gives an empty match.
+        """
+        array = as_tokens(tokens)
+
+        def job() -> Match:
+            match = self.lookup(array, namespace, limit=limit)
+            if self._is_far(match):
+                self._stage(match, time.monotonic() + seconds(match.length))
+                match = self.lookup(array, namespace, limit=limit, local=True)
+            return match
+
+        try:
+            return self._executor.stage(job)
+        except TierUnavailableError:
+            none: Future[Match] = Future()
+            none.set_result(self.lookup(array, namespace, limit=0))
+            return none
+
+    def _is_far(self, match: Match) -> bool:
+        """Whether something of a match is in a remote tier only."""
+        if not self.remote or not match:
+            return False
+        there: dict[bytes, bool] = {}
+        look(self._here(), self._failed, match.anywhere().pieces(), there)
+        return not all(there.values())
+
+    def _stage(self, match: Match, until: float | None) -> None:
+        until = time.monotonic() + _STAGE_SECONDS if until is None else until
+        tiers = self._within(match.namespace, until)
+        stage(tiers, self._failed, match, until, self._executor.staging_io_map)
+
+    def hold(self, match: Match, seconds: float) -> Lease:
+        """Keep a match's objects from eviction on this machine until the lease is closed or `seconds` are
+        over. `Lease.addresses` says which are held: those that were evicted meanwhile are not."""
+        wanted = [piece.address for piece in match.pieces()]
+        leases = []
+        for tier in self._here():
+            try:
+                leases.append(tier.lease(wanted, seconds))
+            except FAILURES as error:
+                self._failed(tier, "lease", error)
+        held = {one for lease in leases for one in lease.addresses}
+
+        def release() -> None:
+            for lease in leases:
+                lease.close()
+
+        return Lease(sorted(held), release)
+
+    def check(self, match: Match) -> Match:
+        """The beginning of a match that this machine's tiers have and that passes verification now."""
+        into = Scratch(match.namespace)
+        loader = Loader(self._here(), self._failed, self._executor, self._codec, match.anywhere(), into)
+        try:
+            tokens = loader.load(None, None).tokens
+        except TierUnavailableError:  # the cache was closed meanwhile
+            tokens = 0
+        return match if tokens == match.length else match.cut(tokens)
 
     # -- store ----------------------------------------------------------------------------------------
 
@@ -245,15 +391,19 @@ class KVCache:
     def _store_now(
         self, tokens: Tokens, namespace: Namespace, source: KVView, copying: Copying, ticket: StoreTicket
     ) -> None:
-        items = sequence_items(tokens, namespace, source, self._codec, self.chunk_tokens, copying)
+        items = sequence_items(
+            tokens, namespace, self.shards, source, self._codec, self.chunk_tokens, copying
+        )
         wanted, done = self._write(self.tiers[0], items)
         ticket.objects = sum(done)
         ticket.bytes = sum(item.blob.size for item, ok in zip(wanted, done, strict=True) if ok)
         complete = all(done)
         bare = [item._replace(blob=NO_BLOB) for item in items]  # the source must not be kept alive
         for tier in self.tiers[1:]:
-            if complete:
-                self._executor.background(partial(self._copy_down, tier, bare))
+            if complete or tier.remote:
+                below = tier.within(namespace.root())
+                if not self._executor.behind(tier.name, len(bare), partial(self._copy_down, below, bare)):
+                    metrics.dropped_stores.labels(tier.name, "queue").inc(len(bare))
             else:  # the fastest tier has no room for all of it: straight from the source, then
                 self._write(tier, items)
 
@@ -274,15 +424,16 @@ class KVCache:
         """Cascade: write to a lower tier what it lacks, from the fastest one."""
         began = time.perf_counter()
         try:
-            copy(self.tiers[0], tier, lacking(tier, items), self._executor.background_io_map)
+            copy(self.tiers[0], tier, lacking(tier, items), self._executor.lane_io_map(tier.name))
         except FAILURES as error:
             self._failed(tier, "store", error)
+            metrics.dropped_stores.labels(tier.name, "error").inc(len(items))
         metrics.store_seconds.labels(tier.name).observe(time.perf_counter() - began)
 
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
         try:
-            for tier, items in promotions(self.tiers, match, length):
+            for tier, items in promotions(self._local, match, length):
                 copy(tier, self.tiers[0], items, self._executor.background_io_map)
         except FAILURES as error:
             self._failed(self.tiers[0], "promote", error)
@@ -292,7 +443,10 @@ class KVCache:
     def prefetch(self, tokens: TokenIds, namespace: Namespace) -> Match:
         """Look a prompt up and bring what slower tiers have of it to the fastest, in the background."""
         match = self.lookup(tokens, namespace)
-        if (match and any(tier for tier, _ in match.runs)) or (match.child and match.child[0]):
+        if self._is_far(match):
+            with contextlib.suppress(TierUnavailableError):
+                self._executor.stage(lambda: self._stage(match, None))
+        elif (match and any(tier for tier, _ in match.runs)) or (match.child and match.child[0]):
             self._executor.background(lambda: self._copy_up(match, match.length))
         return match
 
@@ -323,8 +477,11 @@ class KVCache:
         rest = array[first * self.chunk_tokens :][: self.chunk_tokens]
         self._executor.flush()
         gone = 0
-        for tier in reversed(self._usable()):  # slowest first: nothing can be promoted from it any more
+        for tier in reversed(self._within(namespace)):  # slowest first: nothing can be promoted from it then
             try:
+                if tier.remote:
+                    gone += tier.delete(self._parts(array, namespace, keys, first))
+                    continue
                 gone += tier.delete(whole)
                 while (child := tier.nearest_child(parent, rest)) and child.common in (
                     rest.size,
@@ -338,6 +495,14 @@ class KVCache:
                 self._failed(tier, "forget", error)
         return gone
 
+    def _parts(self, tokens: Tokens, namespace: Namespace, keys: list[bytes], first: int) -> list[bytes]:
+        """Every object that a text has from its chunk `first` on: whole chunks and the last partial one."""
+        tail = tokens[len(keys) * self.chunk_tokens :]
+        last = keys[-1] if keys else namespace.root()
+        wanted = [*keys[first:], *([next_key(last, tail.tobytes(), tail.size)] if tail.size else [])]
+        groups = range(len(namespace.spec.groups))
+        return [address(key, group, shard) for key in wanted for group in groups for shard in self.shards]
+
     def remove(self, text: str) -> int:
         """Delete one object by its address (as `entries` lists it) with everything behind it, in every
         tier; objects deleted. Raises InputError when the address is malformed."""
@@ -346,7 +511,7 @@ class KVCache:
         gone = 0
         for tier in reversed(self._usable()):
             try:
-                gone += tier.delete([one]) if tier.contains([one])[0] else 0
+                gone += tier.delete([one]) if tier.remote or tier.contains([one])[0] else 0
             except FAILURES as error:
                 self._failed(tier, "forget", error)
         return gone
@@ -355,9 +520,10 @@ class KVCache:
 
     def explain(self, tokens: TokenIds, namespace: Namespace, *, context: int = 16) -> Explanation:
         """Why a prompt hits as far as it does: the first token that differs from the nearest stored text,
-        and up to `context` tokens of both from there on. Scans the tiers where the texts part at a chunk's
-        start, or where more is asked for than one chunk holds."""
-        return explanation(self._usable(), self._failed, self.lookup(tokens, namespace), context)
+        and up to `context` tokens of both from there on. Looks at this machine's tiers, and scans them where
+        the texts part at a chunk's start, or where more is asked for than one chunk holds."""
+        match = self.lookup(tokens, namespace, local=True)
+        return explanation(self._here(), self._failed, match, context)
 
     def context(self, tokens: TokenIds, namespace: Namespace) -> tuple[int, Pool]:
         """What is stored of a prompt, as arrays: how many tokens, and a pool that holds their KV.
@@ -375,17 +541,19 @@ class KVCache:
 
     def _entries(self, tier: Tier, namespace: Namespace | None = None) -> Iterator[StoredChunk]:
         root = namespace.root() if namespace else None
+        tier = tier.within(root) if root else tier
         try:
             for entry in tier.scan():
                 if root is None or entry.root == root:
-                    yield StoredChunk(tier.name, entry, opener(tier, entry))
+                    yield StoredChunk(tier.name, entry, opener(tier.within(entry.root), entry))
         except FAILURES as error:
             self._failed(tier, "scan", error)
 
     def verify(self, progress: Callable[[StoredChunk], None] | None = None) -> tuple[int, list[str]]:
-        """Read every object of every tier; those that fail are quarantined. Objects read, addresses bad."""
+        """Read every object of this machine's tiers; those that fail are quarantined. Objects read, addresses
+        bad. What is in remote tiers is verified when it is staged."""
         count, bad = 0, []
-        for tier in self._usable():
+        for tier in self._here():
             for stored in self._entries(tier):
                 count += 1
                 try:

@@ -60,7 +60,7 @@ class Loader:
         deadline = None if seconds is None else began + seconds
         match, length, announced = self._match, self._match.length, 0
         windowed = any(group.window is not None for group in match.namespace.spec.groups)
-        have: set[tuple[int, int]] = set()
+        have: set[bytes] = set()
         by_tier: dict[str, int] = {}
         while length:
             places = [(piece, self._targets(piece)) for piece in match.pieces(length, have)]
@@ -70,7 +70,7 @@ class Loader:
                 if not size:
                     bad.append(piece.start)
                     continue
-                have.add((piece.chunk, piece.group))
+                have.add(piece.address)
                 by_tier[tier] = by_tier.get(tier, 0) + size
                 # With windows, a shorter hit needs other pieces: nothing is certain before the end.
                 if ready is not None and not bad and not windowed and piece.start > announced:
@@ -110,7 +110,8 @@ class Loader:
 
     def _targets(self, piece: Piece) -> dict[str, Array]:
         arrays = self._into.arrays(piece.group, piece.start, piece.start + piece.used)
-        check_fit(arrays, self._match.namespace.spec.groups[piece.group], piece.used)
+        namespace = self._match.namespace
+        check_fit(arrays, namespace.arrays, namespace.spec.groups[piece.group], piece.used)
         return arrays
 
     def _read(self, piece: Piece, reader: Reader, targets: dict[str, Array]) -> int:

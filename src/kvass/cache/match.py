@@ -25,7 +25,8 @@ class Piece(NamedTuple):
 class Match:
     """What is stored of a prompt: its first `length` tokens, in whole chunks and the beginning of one more.
 
-    `runs`: (index of the tier, chunks) in order; `child`: the chunk whose beginning is used, and its tier.
+    `runs`: (index of the tier, chunks) in order; `child`: the chunk whose beginning is used, and its tier;
+    `shards`: the parts of each group (tensor-parallel ranks) that are meant.
     """
 
     tokens: Tokens
@@ -35,6 +36,7 @@ class Match:
     keys: list[bytes] = field(repr=False)
     runs: tuple[tuple[int, int], ...]
     child: tuple[int, Child] | None
+    shards: tuple[int, ...] = (0,)
 
     def __bool__(self) -> bool:
         return self.length > 0
@@ -49,10 +51,15 @@ class Match:
             left -= taken
         return replace(self, length=length, runs=tuple(runs), child=None)
 
+    def anywhere(self) -> "Match":
+        """The same match, its objects to be looked for from the fastest tier on."""
+        runs = ((0, sum(chunks for _, chunks in self.runs)),) if self.runs else ()
+        return replace(self, runs=runs, child=(0, self.child[1]) if self.child else None)
+
     def pieces(
-        self, length: int | None = None, have: Collection[tuple[int, int]] = (), *, unseen: bool = False
+        self, length: int | None = None, have: Collection[bytes] = (), *, unseen: bool = False
     ) -> list[Piece]:
-        """Objects that a hit of `length` tokens (all) needs, less those in `have` (chunk, group).
+        """Objects that a hit of `length` tokens (all) needs, less those in `have`.
 
         `unseen`: with those that lie before every window too, and only serve a later branch.
         """
@@ -71,6 +78,10 @@ class Match:
                 tier, child = self.child
                 key, stored = child.address[:KEY_BYTES], child.length
             for number, needed in enumerate(first):
-                if start + used > needed and (chunk, number) not in have:
-                    found.append(Piece(chunk, number, address(key, number), start, stored, used, tier))
+                if start + used <= needed:
+                    continue
+                for shard in self.shards:
+                    one = address(key, number, shard)
+                    if one not in have:
+                        found.append(Piece(chunk, number, one, start, stored, used, tier))
         return found

@@ -1,5 +1,6 @@
 """Objects between a sequence and the tiers, and between tiers: what to write, cascades, promotions."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -12,7 +13,7 @@ from kvass.chunks import Tokens, as_tokens
 from kvass.codecs.base import Codec
 from kvass.container import read_header
 from kvass.errors import CorruptObjectError, InputError, TierError
-from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key
+from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key, split_address
 from kvass.tiers.base import Run, Tier, WriteItem
 
 FAILURES = (TierError, CorruptObjectError, OSError)
@@ -20,9 +21,10 @@ FAILURES = (TierError, CorruptObjectError, OSError)
 
 
 def sequence_items(
-    tokens: Tokens, namespace: Namespace, source: KVView, coder: Codec, chunk_tokens: int, copying: Copying
-) -> list[WriteItem]:
-    """All objects of a sequence: its whole chunks and the last partial one, every group, in order.
+    tokens: Tokens, namespace: Namespace, shards: Sequence[int], source: KVView, coder: Codec,
+    chunk_tokens: int, copying: Copying,
+) -> list[WriteItem]:  # fmt: skip
+    """All objects of a sequence: its whole chunks and the last partial one, every part, in order.
 
     Raises InputError for a namespace or a source that no object can hold.
     """
@@ -38,13 +40,12 @@ def sequence_items(
     for chunk, key in enumerate(keys):
         start = chunk * chunk_tokens
         part = tokens[start : start + chunk_tokens]
-        for group in range(len(namespace.spec.groups)):
-            parent = address(keys[chunk - 1], group) if chunk else None
-            blob = ChunkBlob(coder, namespace, key, parent, root, group, start, part, source)
+        for group, shard in itertools.product(range(len(namespace.spec.groups)), shards):
+            one = address(key, group, shard)
+            parent = address(keys[chunk - 1], group, shard) if chunk else None
+            blob = ChunkBlob(coder, namespace, one, parent, root, start, part, source)
             held = part if group == 0 else None
-            items.append(
-                WriteItem(address(key, group), parent, root, start, part.size, held, copying.wrap(blob))
-            )
+            items.append(WriteItem(one, parent, root, start, part.size, held, copying.wrap(blob)))
     return items
 
 
@@ -56,7 +57,8 @@ def lacking(tier: Tier, items: Sequence[WriteItem]) -> list[WriteItem]:
         return []
     tail = [item for item in items if item.position == items[-1].position]
     if wanted[-1].position == tail[0].position and tail[0].tokens is not None:
-        child = tier.nearest_child(tail[0].parent or address(tail[0].root, 0), tail[0].tokens)
+        _, group, shard = split_address(tail[0].address)
+        child = tier.nearest_child(tail[0].parent or address(tail[0].root, group, shard), tail[0].tokens)
         if child is not None and child.common == tail[0].length:
             within = [child.address[:KEY_BYTES] + item.address[KEY_BYTES:] for item in tail]
             if all(tier.contains(within)):
@@ -97,7 +99,8 @@ def promotions(tiers: Sequence[Tier], match: Match, length: int) -> list[tuple[T
 
 
 def _promoted(tier: Tier, match: Match, piece: Piece) -> WriteItem | None:
-    parent = address(match.keys[piece.chunk - 1], piece.group) if piece.chunk else None
+    _, group, shard = split_address(piece.address)
+    parent = address(match.keys[piece.chunk - 1], group, shard) if piece.chunk else None
     tokens = None
     if piece.group == 0:
         tokens = match.tokens[piece.start : piece.start + piece.stored]

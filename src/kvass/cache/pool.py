@@ -1,12 +1,13 @@
 """Host memory for one sequence's KV: what the cache reads into and stores from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from kvass.container import Array
 from kvass.errors import InputError
+from kvass.keys import Namespace
 from kvass.spec import KVSpec, LayerGroup, numpy_dtype
 
 
@@ -14,22 +15,35 @@ class KVView(Protocol):
     """A sequence's KV as arrays, to be filled by `load` or read by `store`."""
 
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
-        """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, in the
-        group's dtype, each layer C-contiguous."""
+        """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, or in an engine's
+        own layout `kv` (see `LayerGroup`), in the group's dtype, each layer C-contiguous."""
 
 
-def check_fit(arrays: Mapping[str, Array], group: LayerGroup, tokens: int) -> None:
+def check_fit(arrays: Mapping[str, Array], names: Sequence[str], group: LayerGroup, tokens: int) -> None:
     """Raises InputError unless a view's arrays are those of `tokens` tokens of that group."""
     dtype = numpy_dtype(group.dtype)
-    for name in ("k", "v"):
+    for name in names:
         array, shape = arrays.get(name), group.shape(name, tokens)
         if array is None or array.shape != shape or array.dtype != dtype:
             found = "missing" if array is None else f"{array.dtype} {array.shape}"
             raise InputError(f"array {name!r} of a view must be {dtype} {shape}; it is {found}")
         if not all(layer.flags.c_contiguous for layer in array[:1]):
             raise InputError(f"each layer of array {name!r} of a view must be C-contiguous")
-    if len(arrays) != 2:
-        raise InputError(f"a view's arrays are 'k' and 'v', not {', '.join(arrays)}")
+    if len(arrays) != len(names):
+        raise InputError(f"a view's arrays are {', '.join(names)}, not {', '.join(arrays)}")
+
+
+class Scratch:
+    """A view whose arrays are forgotten at once, for a load of which only the verification matters."""
+
+    def __init__(self, namespace: Namespace):
+        self._namespace = namespace
+
+    def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
+        """New arrays."""
+        spec = self._namespace.spec.groups[group]
+        dtype = numpy_dtype(spec.dtype)
+        return {name: np.empty(spec.shape(name, stop - start), dtype) for name in self._namespace.arrays}
 
 
 class Pool:

@@ -8,7 +8,7 @@ from kvass.spec import LayerGroup, numpy_dtype
 
 
 class Raw:
-    """Stores the canonical arrays themselves; the fastest codec, and the only one without parameters."""
+    """Stores the arrays themselves, an engine's opaque ones too; the fastest codec, and the only one without parameters."""
 
     name = "raw"
     lossless = True
@@ -24,7 +24,7 @@ class Raw:
 
     def decode(self, stored: Mapping[str, Array], spec: LayerGroup, tokens: int) -> dict[str, Array]:
         """The same arrays, checked against the spec."""
-        for name in ("k", "v"):
+        for name in ("kv",) if "kv" in stored else ("k", "v"):
             array = stored.get(name)
             if array is None or array.shape != spec.shape(name, tokens):
                 raise CorruptObjectError(f"array {name!r} does not have the shape that its spec says")

@@ -5,4 +5,5 @@ Needs pytest and hypothesis: `pip install 'kvass[test]'`.
 
 import pytest
 
-pytest.register_assert_rewrite("kvass.testing.tiers", "kvass.testing.codecs")
+_SUITES = ("tiers", "local_tiers", "stores", "codecs")
+pytest.register_assert_rewrite(*(f"kvass.testing.{name}" for name in _SUITES))

@@ -50,8 +50,10 @@ def run_conformance(target: str) -> int:
         )  # fmt: skip
     else:
         accepted = _tier_arguments(target, found, Path(), 0, lambda: 0.0)
+        remote = bool(getattr(found, "remote", False))
+        module, suite = ("tiers", "TierConformance") if remote else ("local_tiers", "LocalTierConformance")
         source = _MODULE.format(
-            kind="tier", target=target, module="tiers", suite="TierConformance", builder="build_tier",
+            kind="tier", target=target, module=module, suite=suite, builder="build_tier",
             body=_TIER_BODY.format(target=target, controls_clock="clock" in accepted),
         )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="kvass-conformance-") as folder:

@@ -86,12 +86,20 @@ class Tier(abc.ABC):
     """Where objects are kept.
 
     Every method may raise TierError; the cache answers it with a miss. `durable`: survives a restart
-    of the machine. `shared`: other processes see the same objects. Budgets hold at every moment.
+    of the machine. `shared`: other processes see the same objects. `remote`: on another machine, where
+    holes, a budget of the server's own and silence are possible (see `kvass.tiers.remote`); what is said
+    below of parents, budgets, pins and leases holds for the others, at every moment.
     """
 
     name: str
     durable: bool
     shared: bool
+    remote = False
+
+    def within(self, root: bytes, until: float | None = None) -> "Tier":
+        """This tier for one request: for objects of that root only, and all calls together end by `until`
+        (monotonic seconds). Remote tiers name objects by namespace and need it; others answer themselves."""
+        return self
 
     @abc.abstractmethod
     def contains(self, addresses: Sequence[bytes]) -> list[bool]:
