@@ -5,6 +5,7 @@ from kvass.cache.inspection import Difference, Explanation, StoredChunk
 from kvass.cache.kvcache import KVCache, StoreTicket, TokenIds
 from kvass.cache.loading import LoadResult
 from kvass.cache.match import Match
+from kvass.cache.pace import Pace
 from kvass.cache.pool import KVView, Pool
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "KVView",
     "LoadResult",
     "Match",
+    "Pace",
     "Pool",
     "StoreTicket",
     "StoredChunk",

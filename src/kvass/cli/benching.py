@@ -139,6 +139,32 @@ def bench_serve(
     _report(found, as_json)
 
 
+@app.command("remote")
+def bench_remote(
+    stores: Annotated[str, typer.Option(help="Which, with commas between.")] = "redis,s3,mooncake",
+    chunks: Annotated[int, typer.Option(min=1, help="Objects of 5.9 MB that are read.")] = 20,
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read, on both sides.")] = 2,
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Read through remote tiers, verified: against a plain client's GET of the same bytes. Starts servers.
+
+    Example: kvass bench remote --stores redis --rounds 5
+    """
+    from kvass.bench import remote
+    from kvass.bench.servers import SERVERS
+
+    wanted = stores.split(",")
+    if not set(wanted) <= SERVERS.keys():
+        raise InputError(f"--stores is {stores!r}; it must be of {', '.join(SERVERS)}, with commas between")
+    with progress("remote", 2 * rounds * len(wanted)) as advance:
+        found = remote.run(
+            disk, stores=wanted, chunks=chunks, rounds=rounds, threads=threads, progress=advance
+        )
+    _report(found, as_json)
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     try:
         found = tuple(int(one) for one in text.split(","))

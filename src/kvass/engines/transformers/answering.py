@@ -134,9 +134,11 @@ class Answering:
         held = self._held
         assert held is not None
         if held.computed < self.tokens.size:
-            began = time.perf_counter()
+            began, start = time.perf_counter(), held.computed
             logits = self._slice(held)
-            self.usage.prefill_seconds += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.usage.prefill_seconds += spent
+            self._host.pace.learn(held.computed - start, spent)
             if logits is None:
                 return None
             if not self._room:
@@ -190,7 +192,7 @@ class Answering:
         match = cache.lookup(self.tokens, own, limit=self.tokens.size - 1, others=public)
         if not match:
             return
-        loaded = cache.load(match, held.pool)
+        loaded = cache.load(match, held.pool, seconds=self._host.pace.seconds(match.length))
         held.set_loaded(loaded.tokens, match.chunk_tokens)
         usage.cached_tokens, usage.tiers = loaded.tokens, loaded.tiers
         usage.loaded_bytes, usage.verified_bytes = loaded.bytes, loaded.verified

@@ -3,13 +3,14 @@
 import copy
 import inspect
 import logging
+import time
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvass.cache import KVCache
+from kvass.cache import KVCache, Pace
 from kvass.chunks import MAX_TOKEN_ID
 from kvass.engines.transformers.adapters import plain_model
 from kvass.engines.transformers.identity import Identity, identify, kv_spec
@@ -88,6 +89,7 @@ class _Generate:
         self._salt = tenant_salt
         self._epoch = epoch
         self._known = known
+        self._pace = Pace()
         self._original: Any = MethodType(type(model).generate, model)  # type: ignore[attr-defined]
         self.__doc__ = self._original.__doc__
         self.__signature__ = inspect.signature(self._original)
@@ -109,13 +111,16 @@ class _Generate:
         prompt = ids[0].to(torch.int64).numpy()
         held = PoolCache(TorchPool(namespace.spec, len(prompt) + self._room(kwargs)))
         match = self._cache.lookup(prompt, namespace, limit=len(prompt) - 1)
-        loaded = self._cache.load(match, held.pool).tokens if match else 0
+        seconds = self._pace.seconds(match.length)
+        loaded = self._cache.load(match, held.pool, seconds=seconds).tokens if match else 0
         held.set_loaded(loaded, match.chunk_tokens)
-        sequence = ids
+        sequence, began = ids, time.perf_counter()
         try:
             out = self._original(inputs, **kwargs, past_key_values=held)
             sequence = out if isinstance(out, torch.Tensor) else out.sequences
         finally:
+            # decoding is in it too: what a load may take is then set too high, never too low
+            self._pace.learn(held.computed - loaded, time.perf_counter() - began)
             self._store(sequence[0], loaded, identity, held)
         if getattr(out, "past_key_values", None) is held:
             out.past_key_values = held.as_dynamic(self._model.config)

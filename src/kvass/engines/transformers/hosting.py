@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvass.cache import KVCache
+from kvass.cache import KVCache, Pace
 from kvass.chunks import Tokens
 from kvass.engines.transformers.identity import Identity, identify
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
@@ -38,6 +38,7 @@ class Host:
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
+        self.pace = Pace()
         self._slice_tokens = slice_tokens
         self._tenant_salt = tenant_salt
         self._epoch = epoch
