@@ -85,7 +85,9 @@ class Settings(BaseSettings):
         default="", description="S3 as a tier: s3://bucket/prefix; empty turns it off. Keys: AWS_* or a file."
     )
     s3_endpoint: str = Field(
-        default="", description="Address of an S3-compatible server; empty: Amazon's of the region."
+        default="",
+        description="Address of an S3-compatible server, such as https://host:port; "
+        "empty: AWS_ENDPOINT_URL, or Amazon's of the region.",
     )
     s3_region: str = Field(default="us-east-1", description="Region that requests to S3 are signed for.")
     s3_credentials_file: Path | None = Field(

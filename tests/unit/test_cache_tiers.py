@@ -12,7 +12,7 @@ import pytest
 
 from fixtures.world import CHUNK, WINDOWED, blank, group, hit, kv, namespace, prompt, same, store
 from kvass import metrics
-from kvass.cache import KVCache, kvcache
+from kvass.cache import KVCache, tiered
 from kvass.cache.blobs import TierBlob
 from kvass.cache.moving import copy
 from kvass.codecs import registry
@@ -656,7 +656,7 @@ def test_a_load_while_the_cache_closes_loads_nothing(make_cache) -> None:
 def test_what_an_interpreter_leaves_open_is_closed(make_cache) -> None:
     cache = make_cache()
     store(cache, prompt(1, 40))
-    kvcache._close_all()
+    tiered._close_all()
     assert cache.stats() == {}
 
 

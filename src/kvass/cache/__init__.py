@@ -2,11 +2,13 @@
 
 from kvass.cache.executor import Copying
 from kvass.cache.inspection import Difference, Explanation, StoredChunk
-from kvass.cache.kvcache import KVCache, StoreTicket, TokenIds
+from kvass.cache.kvcache import KVCache
 from kvass.cache.loading import LoadResult
 from kvass.cache.match import Match
 from kvass.cache.pace import Pace
 from kvass.cache.pool import KVView, Pool
+from kvass.cache.reading import TokenIds
+from kvass.cache.storing import StoreTicket
 
 __all__ = [
     "Copying",

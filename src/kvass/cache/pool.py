@@ -15,8 +15,8 @@ class KVView(Protocol):
     """A sequence's KV as arrays, to be filled by `load` or read by `store`."""
 
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
-        """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, or in an engine's
-        own layout `kv` (see `LayerGroup`), in the group's dtype, each layer C-contiguous."""
+        """Views `k` `[layers, stop - start, kv_heads, head_dim]` and `v` `[.., v_head_dim]`, or in an
+        engine's own layout `kv` (see `LayerGroup`), in the group's dtype, each layer C-contiguous."""
 
 
 def check_fit(arrays: Mapping[str, Array], names: Sequence[str], group: LayerGroup, tokens: int) -> None:

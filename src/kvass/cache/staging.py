@@ -1,4 +1,4 @@
-"""Staging: what slower tiers hold of a prompt is fetched, verified and brought to the fastest one, in time."""
+"""Staging: what slower tiers hold of a prompt is fetched, verified and brought to the fastest one."""
 
 import time
 from collections.abc import Iterator, Sequence

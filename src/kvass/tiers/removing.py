@@ -45,7 +45,7 @@ class Remover:
 
     def most(self, index: Index) -> int:
         """Bytes that all objects together may take: what the index takes, and may soon, is not theirs."""
-        slack = min(_INDEX_SLACK, self._budget // 16)
+        slack = min(_INDEX_SLACK, self._budget // 8)
         return self._budget - slack - index.bytes_on_disk()
 
     def note_missing(self, addresses: Sequence[bytes]) -> None:

@@ -1,0 +1,151 @@
+"""What an operator does with what is stored: pin, forget, remove, list, verify, explain."""
+
+from collections.abc import Callable, Iterator
+
+from kvass.cache.inspection import Explanation, StoredChunk, explanation, opener
+from kvass.cache.moving import FAILURES
+from kvass.cache.pool import Pool
+from kvass.cache.reading import Reading, TokenIds
+from kvass.chunks import Tokens, as_tokens
+from kvass.errors import CorruptObjectError
+from kvass.keys import Namespace, address, chain, next_key, parse_address
+from kvass.tiers.base import Tier, Usage
+
+
+class Upkeep(Reading):
+    """The verbs of `kvass ls`, `rm`, `verify`, `explain` and of rules."""
+
+    def pin(self, tokens: TokenIds, namespace: Namespace, seconds: float) -> int:
+        """Keep a prompt's stored objects from eviction for `seconds` (0: unpin), in every tier.
+
+        Returns the tokens that are pinned. Their parents stay with them.
+        """
+        match = self.lookup(tokens, namespace)
+        addresses = [piece.address for piece in match.pieces()]
+        until = self._clock() + seconds if seconds else 0.0
+        pinned = 0
+        for tier in self._usable():
+            try:
+                pinned = max(pinned, tier.pin(addresses, until))
+            except FAILURES as error:
+                self._failed(tier, "pin", error)
+        return match.length if pinned else 0
+
+    def forget(self, tokens: TokenIds, namespace: Namespace, *, keep: int = 0) -> int:
+        """Delete a prompt's stored chunks from the one that holds token `keep` on, with everything stored
+        behind them, in every tier; objects deleted. Pins do not hold against this."""
+        array = as_tokens(tokens)
+        first = max(0, min(keep, array.size)) // self.chunk_tokens
+        keys = chain(namespace.root(), array, self.chunk_tokens)
+        parent = address(keys[first - 1] if first else namespace.root(), 0)
+        whole = [address(keys[first], 0)] if first < len(keys) else []
+        rest = array[first * self.chunk_tokens :][: self.chunk_tokens]
+        self._executor.flush()
+        gone = 0
+        for tier in reversed(self._within(namespace)):  # slowest first: nothing can be promoted from it then
+            try:
+                if tier.remote:
+                    gone += tier.delete(self._parts(array, namespace, keys, first))
+                    continue
+                gone += tier.delete(whole)
+                while (child := tier.nearest_child(parent, rest)) and child.common in (
+                    rest.size,
+                    child.length,
+                ):
+                    went = tier.delete([child.address])
+                    gone += went
+                    if not went:
+                        break
+            except FAILURES as error:
+                self._failed(tier, "forget", error)
+        return gone
+
+    def _parts(self, tokens: Tokens, namespace: Namespace, keys: list[bytes], first: int) -> list[bytes]:
+        """Every object that a text has from its chunk `first` on: whole chunks and the last partial one."""
+        tail = tokens[len(keys) * self.chunk_tokens :]
+        last = keys[-1] if keys else namespace.root()
+        wanted = [*keys[first:], *([next_key(last, tail.tobytes(), tail.size)] if tail.size else [])]
+        groups = range(len(namespace.spec.groups))
+        return [address(key, group, shard) for key in wanted for group in groups for shard in self.shards]
+
+    def remove(self, text: str) -> int:
+        """Delete one object by its address (as `entries` lists it) with everything behind it, in every
+        tier; objects deleted. Raises InputError when the address is malformed."""
+        one = parse_address(text)
+        self._executor.flush()
+        gone = 0
+        for tier in reversed(self._usable()):
+            try:
+                gone += tier.delete([one]) if tier.remote or tier.contains([one])[0] else 0
+            except FAILURES as error:
+                self._failed(tier, "forget", error)
+        return gone
+
+    # -- looking --------------------------------------------------------------------------------------
+
+    def explain(self, tokens: TokenIds, namespace: Namespace, *, context: int = 16) -> Explanation:
+        """Why a prompt hits as far as it does: the first token that differs from the nearest stored text,
+        and up to `context` tokens of both from there on. Looks at this machine's tiers, and scans them where
+        the texts part at a chunk's start, or where more is asked for than one chunk holds."""
+        match = self.lookup(tokens, namespace, local=True)
+        return explanation(self._here(), self._failed, match, context)
+
+    def context(self, tokens: TokenIds, namespace: Namespace) -> tuple[int, Pool]:
+        """What is stored of a prompt, as arrays: how many tokens, and a pool that holds their KV.
+
+        Layers with a window hold only what it still sees.
+        """
+        match = self.lookup(tokens, namespace)
+        pool = Pool(namespace.spec, match.length)
+        return self.load(match, pool).tokens, pool
+
+    def entries(self, namespace: Namespace | None = None) -> Iterator[StoredChunk]:
+        """All stored objects, tier by tier; only those of `namespace` where one is given."""
+        for tier in self._usable():
+            yield from self._entries(tier, namespace)
+
+    def _entries(self, tier: Tier, namespace: Namespace | None = None) -> Iterator[StoredChunk]:
+        root = namespace.root() if namespace else None
+        tier = tier.within(root) if root else tier
+        try:
+            for entry in tier.scan():
+                if root is None or entry.root == root:
+                    yield StoredChunk(tier.name, entry, opener(tier.within(entry.root), entry))
+        except FAILURES as error:
+            self._failed(tier, "scan", error)
+
+    def verify(self, progress: Callable[[StoredChunk], None] | None = None) -> tuple[int, list[str]]:
+        """Read every object of this machine's tiers; those that fail are quarantined. Objects read, addresses
+        bad. What is in remote tiers is verified when it is staged."""
+        count, bad = 0, []
+        for tier in self._here():
+            for stored in self._entries(tier):
+                count += 1
+                try:
+                    self._verify_one(tier, stored)
+                except KeyError:
+                    count -= 1  # evicted meanwhile
+                except FAILURES as error:
+                    self._failed(tier, "verify", error)
+                    bad.append(stored.address)
+                if progress is not None:
+                    progress(stored)
+        return count, bad
+
+    @staticmethod
+    def _verify_one(tier: Tier, stored: StoredChunk) -> None:
+        try:
+            stored.arrays()
+        except CorruptObjectError:
+            tier.quarantine(stored.entry.address)
+            raise
+
+    def stats(self) -> dict[str, Usage]:
+        """Usage of each tier that answers."""
+        found = {}
+        for tier in self._usable():
+            try:
+                found[tier.name] = tier.usage()
+            except FAILURES as error:
+                self._failed(tier, "stats", error)
+        return found
