@@ -1,6 +1,7 @@
 """Commands that measure: kvass bench."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,16 +154,48 @@ def bench_remote(
     Example: kvass bench remote --stores redis --rounds 5
     """
     from kvass.bench import remote
-    from kvass.bench.servers import SERVERS
 
     wanted = stores.split(",")
-    if not set(wanted) <= SERVERS.keys():
-        raise InputError(f"--stores is {stores!r}; it must be of {', '.join(SERVERS)}, with commas between")
+    _known_stores(wanted, stores)
     with progress("remote", 2 * rounds * len(wanted)) as advance:
         found = remote.run(
             disk, stores=wanted, chunks=chunks, rounds=rounds, threads=threads, progress=advance
         )
     _report(found, as_json)
+
+
+@app.command("vllm")
+def bench_vllm(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Prefixes of 5,120 tokens, cold and then from each tier.")
+    ] = 5,
+    pairs: Annotated[int, typer.Option(min=0, help="Pairs of 16 prompts that nobody sees again.")] = 10,
+    stores: Annotated[str, typer.Option(help="Remote tiers, with commas between.")] = "redis,s3",
+    model: Model = "smollm2-135m",
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token in a real vLLM, cold and from each tier, and what storing costs. Starts servers.
+
+    Example: kvass bench vllm --rounds 2 --pairs 2 --stores redis
+    """
+    needs_transformers()
+    from kvass.bench import vllm
+
+    wanted = tuple(one for one in stores.split(",") if one)
+    _known_stores(wanted, stores)
+    found = vllm.run(
+        disk, Settings.load().models_path, model=model, rounds=rounds, pairs=pairs, stores=wanted,
+        progress=err.print,
+    )  # fmt: skip
+    _report(found, as_json)
+
+
+def _known_stores(wanted: Sequence[str], text: str) -> None:
+    from kvass.bench.servers import SERVERS
+
+    if not set(wanted) <= SERVERS.keys():
+        raise InputError(f"--stores is {text!r}; it must be of {', '.join(SERVERS)}, with commas between")
 
 
 def _lengths(text: str) -> tuple[int, ...]:

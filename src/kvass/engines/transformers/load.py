@@ -52,7 +52,7 @@ def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: Pat
     """
     if dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
-    name, directory = _find(name_or_path, models_path)
+    name, directory = find_model(name_or_path, models_path)
     try:
         with _undisturbed():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -128,7 +128,7 @@ def with_one_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
     return [bos, *tokens[after:]]
 
 
-def _find(name_or_path: str, models_path: Path) -> tuple[str, Path]:
+def find_model(name_or_path: str, models_path: Path) -> tuple[str, Path]:
     bundled = BUNDLED.get(name_or_path)
     if bundled is not None:
         gguf = bundled_gguf(bundled.name, models_path)
