@@ -97,7 +97,8 @@ class Settings(BaseSettings):
         default="", description="Mooncake Store as a tier: host:port of its master; empty turns it off."
     )
     mooncake_metadata: str = Field(
-        default="P2PHANDSHAKE", description="Mooncake's metadata server, such as http://host:port/metadata."
+        default="P2PHANDSHAKE",
+        description="P2PHANDSHAKE, or the URL of Mooncake's metadata server: http://host:8080/metadata.",
     )
     mooncake_host: str = Field(
         default="127.0.0.1",
@@ -106,7 +107,7 @@ class Settings(BaseSettings):
     mooncake_protocol: str = Field(default="tcp", description="Mooncake's transport: tcp, or rdma.")
     mooncake_device: str = Field(default="", description="Mooncake's RDMA devices, with commas between.")
     mooncake_bytes: int = Field(
-        default=1 << 30, ge=0, description="Bytes of this process's memory that join Mooncake's pool."
+        default=0, ge=0, description="Bytes of this process's memory that join Mooncake's pool; 0: none."
     )
     remote_exists_seconds: float = Field(
         default=0.2, gt=0, description="Seconds that a lookup waits for remote tiers, all together."

@@ -14,8 +14,8 @@ from kvass.container import Buffer
 from kvass.errors import TierError, TierFullError, TierUnavailableError
 from kvass.testing.stores import LIMIT, get, put
 from kvass.testing.tiers import content
-from kvass.tiers import mooncake
-from kvass.tiers.mooncake_member import Member
+from kvass.tiers.mooncake import store as mooncake
+from kvass.tiers.mooncake.member import Member
 from kvass.tiers.store import Store
 
 

@@ -11,7 +11,7 @@ from harness.redis_server import free_port, redis_server, tls_server
 from kvass.config import Settings
 from kvass.errors import ConfigError, KvassError, TierError, TierUnavailableError
 from kvass.tiers.redis import RedisStore
-from kvass.tiers.redis_address import Address
+from kvass.tiers.redis.address import Address
 
 SECRET = "hunter2"
 

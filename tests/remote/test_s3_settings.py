@@ -14,7 +14,7 @@ from harness.s3_store import credentials, only_these_keys, opened
 from kvass.errors import ConfigError, TierError, TierUnavailableError
 from kvass.testing.stores import put
 from kvass.tiers.s3 import S3Store
-from kvass.tiers.s3_bucket import Target
+from kvass.tiers.s3.bucket import Target
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,16 @@ def test_what_was_staged_is_read_once_from_afar(make: MakeCache, far: FaultyStor
     assert far.calls["get"] == 10
 
 
+def test_requests_that_share_a_beginning_fetch_it_once(make: MakeCache, far: FaultyStore) -> None:
+    text = prompt(1, 10 * CHUNK)
+    store(make(), text)
+    other = make()
+    far.trouble = slow(0.02)
+    waiting = [other.stage(text, namespace(), seconds=lambda _: 10.0) for _ in range(4)]
+    assert [one.result(10).length for one in waiting] == [10 * CHUNK] * 4
+    assert far.calls["get"] == 10
+
+
 def test_a_lookup_asks_a_far_tier_only_for_what_is_not_near(make: MakeCache, far: FaultyStore) -> None:
     cache, text = make(), prompt(1, 10 * CHUNK)
     store(cache, text)

@@ -182,7 +182,9 @@ class Reading(Tiered):
     def _stage(self, match: Match, until: float | None) -> None:
         until = time.monotonic() + _STAGE_SECONDS if until is None else until
         tiers = self._within(match.namespace, until)
-        stage(tiers, self._failed, match, until, self._executor.staging_io_map)
+        with self._turns.wait(match.namespace.root() + b"".join(match.keys[:1]), until):
+            if self._is_far(match):
+                stage(tiers, self._failed, match, until, self._executor.staging_io_map)
 
     def hold(self, match: Match, seconds: float) -> Lease:
         """Keep a match's objects from eviction on this machine until the lease is closed or `seconds` are

@@ -1,5 +1,7 @@
 """Staging: what slower tiers hold of a prompt is fetched, verified and brought to the fastest one."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +16,33 @@ from kvass.tiers.base import Run, Tier, WriteItem
 
 _BATCH_BYTES = 64 << 20
 """Fetched, then written: bounds what a staging holds in memory (but for a single object that is larger)."""
+
+
+class Turns:
+    """One staging at a time for texts that begin alike: the next then finds what the first brought."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[bytes, tuple[threading.Lock, int]] = {}
+
+    @contextlib.contextmanager
+    def wait(self, key: bytes, until: float) -> Iterator[None]:
+        """Wait for those before, until that time (monotonic seconds) at most."""
+        with self._guard:
+            lock, users = self._locks.get(key, (threading.Lock(), 0))
+            self._locks[key] = lock, users + 1
+        mine = lock.acquire(timeout=max(0.0, until - time.monotonic()))
+        try:
+            yield
+        finally:
+            if mine:
+                lock.release()
+            with self._guard:
+                _, users = self._locks[key]
+                if users == 1:
+                    del self._locks[key]
+                else:
+                    self._locks[key] = lock, users - 1
 
 
 def stage(tiers: Sequence[Tier], failed: Failed, match: Match, until: float, run: Run) -> None:

@@ -12,6 +12,7 @@ from typing import Self
 from kvass import metrics
 from kvass.cache.executor import Executor
 from kvass.cache.moving import FAILURES
+from kvass.cache.staging import Turns
 from kvass.clock import Clock, system_clock
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
@@ -58,6 +59,7 @@ class Tiered:
             lanes=[tier.name for tier in self.tiers[1:]],
             lane_objects=lane_objects,
         )
+        self._turns = Turns()
         self._codec: Codec = Raw()
         self._warned: set[tuple[str, str]] = set()
         self._guard = threading.Lock()

@@ -8,7 +8,7 @@ from kvass.spec import LayerGroup, numpy_dtype
 
 
 class Raw:
-    """Stores the arrays themselves, an engine's opaque ones too; the fastest codec, and the only one without parameters."""
+    """Stores the arrays themselves, an engine's opaque ones too; the fastest codec, without parameters."""
 
     name = "raw"
     lossless = True

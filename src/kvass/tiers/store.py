@@ -75,7 +75,7 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         """Write an object: visible with all its bytes or not at all, and never in place of another. False
-        where the name was there already. What fails leaves nothing that is visible, nor stays for long."""
+        where the name was there already, or is just being written by somebody else. What fails leaves nothing that is visible, nor stays for long."""
 
     @abc.abstractmethod
     def delete(self, names: Sequence[str]) -> int:

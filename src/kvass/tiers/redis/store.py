@@ -14,9 +14,9 @@ import msgspec
 from kvass.config import Settings
 from kvass.container import Buffer
 from kvass.errors import CorruptObjectError, TierError, TierFullError, TierUnavailableError
-from kvass.tiers.redis_address import Address
-from kvass.tiers.redis_advice import advice
-from kvass.tiers.redis_link import Command, Link, facts
+from kvass.tiers.redis.address import Address
+from kvass.tiers.redis.advice import advice
+from kvass.tiers.redis.link import Command, Link, facts
 from kvass.tiers.store import Fetched, Held, Listed, Store
 
 _PREFIX = "kvass:"

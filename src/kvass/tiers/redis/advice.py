@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Iterator
 
-from kvass.tiers.redis_link import Link, facts
+from kvass.tiers.redis.link import Link, facts
 
 Advice = tuple[str, str | None]
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvass.errors import ConfigError, TierUnavailableError
-from kvass.tiers.redis_address import Address
-from kvass.tiers.redis_errors import in_our_terms
+from kvass.tiers.redis.address import Address
+from kvass.tiers.redis.errors import in_our_terms
 
 Command = tuple[str | int | memoryview | bytes, ...]
 Reply = Any

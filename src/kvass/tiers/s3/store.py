@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from kvass.config import Settings
 from kvass.container import Buffer
 from kvass.errors import CorruptObjectError, TierError, TierUnavailableError
-from kvass.tiers.s3_bucket import Target, open_bucket, status_of, translated
+from kvass.tiers.s3.bucket import Target, open_bucket, status_of, translated
 from kvass.tiers.store import Fetched, Held, Listed, Store
 from kvass.workers import Workers
 

@@ -1,7 +1,7 @@
 """What a Redis error means to a tier, and what to do about it, without a password in it."""
 
 from kvass.errors import TierError, TierFullError, TierUnavailableError
-from kvass.tiers.redis_address import Address
+from kvass.tiers.redis.address import Address
 
 _PASSES = ("BUSY", "MISCONF", "NOREPLICAS", "UNBLOCKED")
 """Codes of errors without a class of their own that may be over the next time."""
