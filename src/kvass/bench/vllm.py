@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,30 @@ Job = dict[str, Any]
 class Engine:
     """A vLLM in a process of its own."""
 
-    def __init__(self, model: Path, log: Path, *, transfer: Job | None, many: bool = False):
-        """`transfer`: vLLM's KVTransferConfig; `many`: in vLLM's multi-process mode."""
+    def __init__(
+        self, model: Path, log: Path, *, transfer: Job | None, many: bool = False,
+        python: Path | None = None, environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """`transfer`: vLLM's KVTransferConfig; `many`: in vLLM's multi-process mode; `python`: an interpreter
+        other than this one, `environment`: what it needs beside ours."""
         answers, theirs = os.pipe()
         job = json.dumps({"model": str(model), "transfer": transfer})
         with log.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "kvass.bench.vllm_engine", job, str(theirs)],
+                [str(python or sys.executable), "-m", "kvass.bench.vllm_engine", job, str(theirs)],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(theirs,), text=True,
-                env=os.environ | _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many))},
+                env=os.environ | _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many))}
+                | dict(environment or {}),
             )  # fmt: skip
         os.close(theirs)
         self._answers = os.fdopen(answers, encoding="utf-8")
         self._log = log
         self._answer()
+
+    @property
+    def pid(self) -> int:
+        """The first of its processes; the others are below it."""
+        return self._process.pid
 
     def ask(self, prompts: list[list[int]], *, drain: bool = False) -> Job:
         """One token to each prompt: seconds for all of them, and cached tokens of each."""
@@ -95,17 +105,21 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def running(model: Path, log: Path, *, transfer: Job | None, many: bool = False) -> Iterator[Engine]:
+def running(
+    model: Path, log: Path, *, transfer: Job | None, many: bool = False,
+    python: Path | None = None, environment: Mapping[str, str] | None = None,
+) -> Iterator[Engine]:  # fmt: skip
     """An engine that has answered once, so that nothing is done for the first time in what is measured."""
-    engine = Engine(model, log, transfer=transfer, many=many)
+    engine = Engine(model, log, transfer=transfer, many=many, python=python, environment=environment)
     try:
-        engine.ask([_tokens(random.Random(99), 300)])
+        engine.ask([random_tokens(random.Random(99), 300)])
         yield engine
     finally:
         engine.close()
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
+def random_tokens(draw: random.Random, count: int) -> list[int]:
+    """Ids that every vocabulary has."""
     return [draw.randrange(100, _WORDS) for _ in range(count)]
 
 
@@ -136,7 +150,7 @@ def _by_tier(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     draw = random.Random(7)
-    prefixes = [_tokens(draw, _PREFIX) for _ in range(rounds)]
+    prefixes = [random_tokens(draw, _PREFIX) for _ in range(rounds)]
     local = {"host_bytes": _HOST_BYTES, "disk_bytes": 8 << 30}
     seconds: dict[str, list[float]] = {"cold": []}
     hits: dict[str, list[int]] = {}
@@ -144,9 +158,9 @@ def _by_tier(
     first = connector(host_path=host / "first", disk_path=ssd / "first", **local, **remote)
     with running(model, log, transfer=first) as engine:
         for prefix in prefixes:
-            cold = engine.ask([prefix + _tokens(draw, _SUFFIX)])
+            cold = engine.ask([prefix + random_tokens(draw, _SUFFIX)])
             seconds["cold"].append(cold["seconds"])
-            engine.ask([_tokens(draw, 64)], drain=True)
+            engine.ask([random_tokens(draw, 64)], drain=True)
             _note(engine, "host", prefix, draw, seconds, hits)
     where: dict[str, Job] = {"disk": {"disk_path": ssd / "first", "disk_bytes": 8 << 30}}
     where |= {name: {"disk_bytes": 0} | _only(remote, name) for name in stores}
@@ -174,7 +188,7 @@ def _note(
     hits: dict[str, list[int]],
 ) -> None:  # fmt: skip
     """Ask something new about a prefix, and note the seconds and the hit."""
-    answer = engine.ask([prefix + _tokens(draw, _SUFFIX)])
+    answer = engine.ask([prefix + random_tokens(draw, _SUFFIX)])
     seconds.setdefault(name, []).append(answer["seconds"])
     hits.setdefault(name, []).append(answer["cached"][0])
 
@@ -195,7 +209,7 @@ def _no_reuse(
         for number in range(pairs):
             progress(f"distinct prompts, pair {number + 1} of {pairs}")
             for name in sorted(engines, reverse=bool(number % 2)):
-                prompts = [_tokens(draw, _PROMPT) for _ in range(_PROMPTS)]
+                prompts = [random_tokens(draw, _PROMPT) for _ in range(_PROMPTS)]
                 seconds[name].append(engines[name].ask(prompts, drain=True)["seconds"])
     found = ratios(seconds["with"], seconds["without"])
     return {

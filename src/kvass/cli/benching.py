@@ -171,6 +171,13 @@ def bench_vllm(
     ] = 5,
     pairs: Annotated[int, typer.Option(min=0, help="Pairs of 16 prompts that nobody sees again.")] = 10,
     stores: Annotated[str, typer.Option(help="Remote tiers, with commas between.")] = "redis,s3",
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with this instead (lmcache): --rounds requests of each side, from memory and from "
+            "a disk. Its first use installs 5 GB."
+        ),
+    ] = None,
     model: Model = "smollm2-135m",
     disk: Disk = Path(".bench"),
     as_json: AsJson = False,
@@ -180,6 +187,9 @@ def bench_vllm(
     Example: kvass bench vllm --rounds 2 --pairs 2 --stores redis
     """
     needs_transformers()
+    if peer is not None:
+        _report(_against(peer, rounds, model, disk), as_json)
+        return
     from kvass.bench import vllm
 
     wanted = tuple(one for one in stores.split(",") if one)
@@ -189,6 +199,15 @@ def bench_vllm(
         progress=err.print,
     )  # fmt: skip
     _report(found, as_json)
+
+
+def _against(peer: str, rounds: int, model: str, disk: Path) -> dict[str, Any]:
+    from kvass.bench.peer_environment import known_peer
+
+    known_peer(peer)
+    from kvass.bench.peer import run
+
+    return run(disk, Settings.load().models_path, peer=peer, model=model, rounds=rounds, progress=err.print)
 
 
 def _known_stores(wanted: Sequence[str], text: str) -> None:

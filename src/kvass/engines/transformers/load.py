@@ -129,6 +129,7 @@ def with_one_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 
 def find_model(name_or_path: str, models_path: Path) -> tuple[str, Path]:
+    """A model's name and its Hugging Face directory, converted where need be. Raises as `load_model`."""
     bundled = BUNDLED.get(name_or_path)
     if bundled is not None:
         gguf = bundled_gguf(bundled.name, models_path)
