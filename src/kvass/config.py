@@ -66,6 +66,11 @@ class Settings(BaseSettings):
     tenant_salt: str = Field(
         default="", repr=False, description="Secret mixed into every root, so that tenants never share hits."
     )
+    shared_numerics: str = Field(
+        default="",
+        pattern="^[A-Za-z0-9._-]{0,64}$",
+        description="Name under which the numerics of several engines are declared equal: they share KV.",
+    )
     redis_url: str = Field(
         default="",
         repr=False,

@@ -164,17 +164,19 @@ def test_a_restart_under_load(start: Callable[..., Server], tmp_path: Path, sent
             elif reply.status_code != 503:
                 wrong.append((number, reply.status_code))
 
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    clients = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(6)]
     for one in clients:
         one.start()
-    for _ in range(2):
-        time.sleep(0.5)
-        os.kill(current[0].process.pid, sent)
-        current[0].process.wait(30)
-        current[0] = start(folder=tmp_path)
-    before = answered[0]
-    time.sleep(1.0)
-    stop.set()
+    try:
+        for _ in range(2):
+            time.sleep(0.5)
+            os.kill(current[0].process.pid, sent)
+            current[0].process.wait(30)
+            current[0] = start(folder=tmp_path)
+        before = answered[0]
+        time.sleep(1.0)
+    finally:
+        stop.set()
     for one in clients:
         one.join()
     assert not wrong and answered[0] > before

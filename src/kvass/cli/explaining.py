@@ -45,14 +45,14 @@ def explain(
     if chat and isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     needs_transformers()
-    from kvass.engines.transformers import identify, load_model
+    from kvass.engines.transformers import identify, load_model, shared_with
     from kvass.serve.answers import Answers
     from kvass.serve.prompts import ChatEncoder
 
     settings = Settings.load()
     salt = tenant_salt(settings, tenant)
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
-    namespace = identify(loaded.model, tenant_salt=salt).namespace
+    namespace = shared_with(loaded, settings, salt) or identify(loaded.model, tenant_salt=salt).namespace
     encoder = ChatEncoder(loaded, Answers(settings.state_path))  # as a server would
     if isinstance(asked, str):
         tokens = encoder.text(asked, special=True)

@@ -14,7 +14,8 @@ from kvass.serve.errors import FAULT, NO_KEY, error_body
 log = logging.getLogger("kvass.serve")
 
 ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/healthz", "/readyz", "/metrics",
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/healthz",
+    "/readyz", "/metrics",
 )  # fmt: skip
 
 ARRIVED = "kvass.arrived"

@@ -80,7 +80,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, names: Sequence[str]) -> int:
-        """Delete objects; how many of them were there, as far as the server tells. May take two round trips."""
+        """Delete objects; how many were there, as far as the server tells. May take two round trips."""
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Listed]:

@@ -4,7 +4,14 @@ from kvass.engines.transformers.answering import Answering, PromptLogits, Scope,
 from kvass.engines.transformers.connector import attach, detach
 from kvass.engines.transformers.engine import Engine
 from kvass.engines.transformers.identity import identify, kv_spec
-from kvass.engines.transformers.load import LoadedModel, encode_chat, encode_text, load_model, render_chat
+from kvass.engines.transformers.load import (
+    LoadedModel,
+    encode_chat,
+    encode_text,
+    load_model,
+    render_chat,
+    shared_with,
+)
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampling
 
@@ -27,4 +34,5 @@ __all__ = [
     "kv_spec",
     "load_model",
     "render_chat",
+    "shared_with",
 ]

@@ -40,9 +40,12 @@ class Engine:
         epoch: str = "",
         slice_tokens: int | None = 256,
         spare_pools: int = 1,
+        shared: Namespace | None = None,
     ):
         """`model`: of transformers, also within peft. `slice_tokens` None: prefill in one call.
         `epoch`: see `identify`. `spare_pools`: how many requests' memory is kept for later ones.
+        `shared`: where other engines too keep this model's KV (see `kvass.models.shared`); used as long as
+        the model is as it is now, and without further adapters.
 
         Raises UnsupportedModelError for a model that kvass does not handle yet, before anything is stored.
         """
@@ -55,7 +58,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._scope = Scope(tenant_salt)
         self._turns = Turns(_PATIENCE_SECONDS)
-        self._host = Host(self.model, cache, tokenizer, tenant_salt, epoch, slice_tokens, spare_pools)
+        self._host = Host(self.model, cache, tokenizer, tenant_salt, epoch, slice_tokens, spare_pools, shared)
         self.vocabulary: int = self.model.config.vocab_size
         self.max_tokens = self._host.max_tokens
 

@@ -14,6 +14,7 @@ from kvass.engines.transformers.identity import Identity, identify
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampling
 from kvass.errors import UnsupportedModelError
+from kvass.keys import Namespace
 from kvass.spec import KVSpec
 
 log = logging.getLogger("kvass.engines")
@@ -33,6 +34,7 @@ class Host:
         epoch: str,
         slice_tokens: int | None,
         spare_pools: int,
+        shared: Namespace | None,
     ):
         """Raises UnsupportedModelError for a model that kvass does not handle yet."""
         self.model = model
@@ -43,6 +45,7 @@ class Host:
         self._tenant_salt = tenant_salt
         self._epoch = epoch
         self._identity = identify(model, tenant_salt=tenant_salt, epoch=epoch)
+        self._own, self._shared = self._identity.namespace, shared
         self._warned_of = ""
         self._spare: list[TorchPool] = []
         self._spare_pools = spare_pools
@@ -57,6 +60,8 @@ class Host:
         self._identity = identify(
             self.model, tenant_salt=self._tenant_salt, epoch=self._epoch, known=self._identity
         )
+        if self._shared is not None and self._identity.namespace == self._own:
+            return self._identity._replace(namespace=self._shared)
         return self._identity
 
     def identified(self) -> Identity | None:

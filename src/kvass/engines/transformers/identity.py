@@ -15,16 +15,9 @@ from kvass.engines.transformers.adapters import Parts, parts, plain_model
 from kvass.engines.transformers.layers import kv_spec, ships
 from kvass.errors import UnsupportedModelError
 from kvass.keys import Namespace, tenant_digest
+from kvass.models.shared import NOT_IDENTITY
 
 __all__ = ["Identity", "identify", "kv_spec"]
-
-_NOT_IDENTITY = {
-    "_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype",
-    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
-    "problem_type",
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "chunk_size_feed_forward",
-    "attn_implementation", "_attn_implementation", "tokenizer_class",
-}  # fmt: skip
 
 _SAME_IN_TRAINING = (
     torch.nn.Identity, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleDict, torch.nn.ModuleList,
@@ -148,7 +141,7 @@ def _traits(found: Parts) -> Iterator[tuple[str, str, tuple[tuple[str, float], .
 
 
 def _config_digest(config: Any, found: Parts) -> str:
-    kept = {k: v for k, v in config.to_dict().items() if k not in _NOT_IDENTITY}
+    kept = {k: v for k, v in config.to_dict().items() if k not in NOT_IDENTITY}
     described = json.dumps([kept, list(_traits(found))], sort_keys=True, default=str)
     return blake3(described.encode()).hexdigest()
 

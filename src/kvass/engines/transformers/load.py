@@ -13,10 +13,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from kvass.config import Settings
 from kvass.engines.transformers.convert import convert_gguf, gguf_adds_bos
+from kvass.engines.transformers.layers import kv_spec
 from kvass.errors import InputError, ModelFilesError
+from kvass.keys import Namespace
 from kvass.models.bundled import BUNDLED, bundled_gguf, no_such_model
 from kvass.models.digests import file_digest
+from kvass.models.shared import shared_namespace
 
 _AutoModel: Any = AutoModelForCausalLM  # its stated return type leaves out the loading report
 _progress: Any = transformers_logging  # untyped
@@ -73,6 +77,16 @@ def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: Pat
         raise ModelFilesError(f"{directory} lacks weights that the model needs: {lacking}")
     model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, name, directory)
+
+
+def shared_with(loaded: LoadedModel, settings: Settings, tenant_salt: str) -> Namespace | None:
+    """Where other engines keep this model's KV too, if the operator declared their numerics equal."""
+    if not settings.shared_numerics:
+        return None
+    return shared_namespace(
+        loaded.directory, kv_spec(loaded.model), settings.shared_numerics,
+        models_path=settings.models_path, tenant_salt=tenant_salt,
+    )  # fmt: skip
 
 
 def encode_text(loaded: LoadedModel, text: str) -> list[int]:

@@ -1,0 +1,96 @@
+"""Engines of vLLM over tiers in memory, and what vLLM answers without kvass."""
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.vllm_server import Engines
+
+WORDS = "The history of computing is long, and every part of it was once new. "
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    with Engines() as warm:
+        yield warm
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Settings of the connector: tiers that nobody else uses."""
+    host = Path(f"/dev/shm/kvass-vllm-{uuid.uuid4().hex}")
+    yield {
+        "host_path": str(host), "host_bytes": 1 << 30, "disk_path": str(tmp_path / "disk"),
+        "disk_bytes": 1 << 30, "models_path": str(tmp_path / "models"),
+    }  # fmt: skip
+    for path in host.parent.glob(f"{host.name}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2(models_path: Path) -> Path:
+    return _converted("smollm2-135m", models_path)
+
+
+@pytest.fixture(scope="session")
+def gemma3(models_path: Path) -> Path:
+    return _converted("gemma3-270m", models_path)
+
+
+def _converted(name: str, models_path: Path) -> Path:
+    from kvass.engines.transformers.load import find_model
+
+    return find_model(name, models_path)[1]
+
+
+@pytest.fixture(scope="session")
+def encode(smollm2: Path) -> Callable[[str], list[int]]:
+    """Tokens of a text, for SmolLM2."""
+    return _encoder(smollm2)
+
+
+def _encoder(model: Path) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+@pytest.fixture(scope="session")
+def prompts(encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Eight prompts that begin with the same 500 tokens (three blocks and a bit) and end before 512."""
+    stem = encode(WORDS * 40)[:500]
+    ends = ("What came first?", "Who said so?", "Name one part.", "And then?", "Why?", "Where was it?")
+    return [stem + encode(" " + end) for end in (*ends, "How long is it?", "Is it over?")]
+
+
+@pytest.fixture(scope="session")
+def expected(
+    engines: Engines, smollm2: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What vLLM answers to each of them without kvass."""
+    folder = tmp_path_factory.mktemp("plain")
+    found = engines.ask("answers", folder, model=str(smollm2), groups=[[one] for one in prompts])
+    return [answer for (answer,) in found["groups"]]
+
+
+@pytest.fixture(scope="session")
+def gemma_prompts(gemma3: Path) -> list[list[int]]:
+    """Four prompts for Gemma 3 that begin with the same 1,000 tokens: its window is 512."""
+    encode = _encoder(gemma3)
+    stem = encode(WORDS * 80)[:1000]
+    return [stem + encode(f" {end}")[1:] for end in ("What?", "Who said so?", "Name one part.", "And then?")]
+
+
+@pytest.fixture(scope="session")
+def gemma_expected(
+    engines: Engines, gemma3: Path, gemma_prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What vLLM answers to each of them without kvass."""
+    folder = tmp_path_factory.mktemp("plain-gemma")
+    found = engines.ask("answers", folder, model=str(gemma3), groups=[[one] for one in gemma_prompts])
+    return [answer for (answer,) in found["groups"]]
