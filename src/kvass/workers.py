@@ -26,7 +26,8 @@ class Workers:
         self._guard = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
-        self._done = 0
+        self.done = 0
+        """Calls that ended, more or less: says whether anything moves."""
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(count)
@@ -46,7 +47,7 @@ class Workers:
                     future.set_result(result)
                     del result
             del job, future, function  # what they hold must not live until the next job comes
-            self._done += 1
+            self.done += 1
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a job. Raises TierUnavailableError after `close`, and in a forked child."""
@@ -71,9 +72,10 @@ class Workers:
             if running:
                 wait(running)
 
-    def share(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    def share(self, function: Callable[[T], U], items: Iterable[T], *, here: bool = False) -> list[U]:
         """The results of `map`, all at once: each thread takes the next item by itself, which spares a
-        hand-over of the interpreter's lock for each item. Ends only when no call is running any more."""
+        hand-over of the interpreter's lock for each item. `here`: the caller's thread takes items too, so
+        that it does not wait for threads that are busy. Ends only when no call is running any more."""
         todo = list(items)
         found: dict[int, U] = {}
         numbers = iter(range(len(todo)))
@@ -81,19 +83,24 @@ class Workers:
         def work() -> None:
             for number in numbers:
                 found[number] = function(todo[number])
+                self.done += 1
 
         futures: list[Future[None]] = []
         try:
             futures.extend(self.submit(work) for _ in range(min(len(self._threads), len(todo))))
+            if here:
+                work()
             for number, future in enumerate(futures):
-                if not number or not future.cancel():  # once one is through, who has not begun need not
+                # once one is through, who has not begun need not
+                if not (number or here) or not future.cancel():
                     future.result()
         finally:
             wait([future for future in futures if not future.cancel()])
         return [found[number] for number in range(len(todo))]
 
-    def close(self, patience: float) -> bool:
-        """Take no more jobs and finish those there are; False when none ended for `patience` seconds."""
+    def close(self, patience: float, moved: Callable[[], int] | None = None) -> bool:
+        """Take no more jobs and finish those there are; False when none ended, and `moved` gave the same,
+        for `patience` seconds."""
         with self._guard:
             if not self._closed:
                 self._closed = True
@@ -101,8 +108,8 @@ class Workers:
                     self._jobs.put(None)
         for thread in self._threads:
             while thread.is_alive():
-                before = self._done
+                before = moved() if moved else self.done
                 thread.join(patience)
-                if thread.is_alive() and self._done == before:
+                if thread.is_alive() and (moved() if moved else self.done) == before:
                     return False
         return True

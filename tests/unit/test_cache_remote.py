@@ -275,7 +275,7 @@ def test_forgetting_reaches_far_tiers(make: MakeCache, far: FaultyStore) -> None
     cache, text = make(), prompt(1, 10 * CHUNK + 3)
     store(cache, text, namespace(WINDOWED))
     store(cache, prompt(2, CHUNK), namespace(WINDOWED))
-    assert len(far.objects) == 2 * 11 + 2
+    assert len(far.objects) == 2 * 10 + 2  # nobody there could find the last three tokens
     cache.forget(text, namespace(WINDOWED), keep=3 * CHUNK)
     assert len(far.objects) == 2 * 3 + 2
     assert hit(cache, text, namespace(WINDOWED)) == 3 * CHUNK

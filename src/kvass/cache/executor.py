@@ -164,8 +164,8 @@ class Executor:
         return self._background_io.share(function, items)
 
     def staging_io_map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """`map` over threads that may wait for another machine."""
-        return self._staging_io.share(function, items)
+        """`map` over threads that may wait for another machine, and the caller's: it waits for no others."""
+        return self._staging_io.share(function, items, here=True)
 
     def lane_io_map(self, tier: str) -> Run:
         """`map` over threads that only writes to that lower tier use."""
@@ -232,8 +232,9 @@ class Executor:
             self._staging_io,
             self._io,
         )
-        for workers in (*ends, *lanes):
-            if not workers.close(patience):
+        all_of_them = (*ends, *lanes)
+        for workers in all_of_them:
+            if not workers.close(patience, lambda: sum(one.done for one in all_of_them)):
                 return False
         self._housekeeper.join(patience)
         return not self._housekeeper.is_alive()

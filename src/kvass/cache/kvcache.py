@@ -36,6 +36,9 @@ class KVCache(Storing, Upkeep):
         settings = settings or Settings.load()
         if settings.host_bytes and settings.disk_bytes and settings.host_path == settings.disk_path:
             raise ConfigError("host_path and disk_path are the same directory; give each tier its own")
+        remotes = list(configured(settings))  # before anything is opened that would have to be closed
+        if remotes and not (settings.host_bytes or settings.disk_bytes):
+            raise ConfigError(f"the {remotes[0][0]} tier needs one on this machine; set host_bytes above 0")
         tiers: list[Tier] = []
         unavailable = {}
         if settings.host_bytes:
@@ -57,9 +60,6 @@ class KVCache(Storing, Upkeep):
             except TierError as error:
                 unavailable["disk"] = str(error)
                 log.warning("kvass: no SSD tier: %s", error)
-        remotes = list(configured(settings))
-        if remotes and not tiers:
-            raise ConfigError(f"the {remotes[0][0]} tier needs the host tier; set host_bytes to more than 0")
         tiers += [
             RemoteTier(name, store, call_seconds=settings.remote_call_seconds, threads=settings.io_threads)
             for name, store in remotes

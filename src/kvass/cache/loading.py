@@ -1,7 +1,7 @@
 """Loading a match: each object from the first tier that has it whole, verified, straight into its place."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -45,7 +45,10 @@ class Loader:
         coder: Codec,
         match: Match,
         into: KVView,
+        *,
+        far: bool = False,
     ):
+        """`far`: some of it is read from other machines, on threads that nothing of this one waits for."""
         self._tiers = tiers
         self._failed = failed
         self._executor = executor
@@ -53,6 +56,7 @@ class Loader:
         self._match = match
         self._root = match.namespace.root()
         self._into = into
+        self._far = far
 
     def load(self, seconds: float | None, ready: Ready | None) -> LoadResult:
         """See `KVCache.load`. When it ends, by an exception too, no thread writes to the view any more."""
@@ -65,7 +69,11 @@ class Loader:
         while length:
             places = [(piece, self._targets(piece)) for piece in match.pieces(length, have)]
             bad: list[int] = []
-            spread = self._executor.io_map if ready is None else self._executor.io_stream
+            spread: Callable[..., Iterable[tuple[Piece, str, int]]]
+            if self._far:
+                spread = self._executor.staging_io_map
+            else:
+                spread = self._executor.io_map if ready is None else self._executor.io_stream
             for piece, tier, size in spread(partial(self._one, deadline), places):
                 if not size:
                     bad.append(piece.start)
@@ -97,7 +105,8 @@ class Loader:
                 continue
             except CorruptObjectError as error:
                 self._failed(tier, "load", error)
-                self._executor.background(partial(self._quarantine, tier, piece.address))
+                if not tier.remote:  # there, one machine's bad way to it must not cost all others an object
+                    self._executor.background(partial(self._quarantine, tier, piece.address))
             except FAILURES as error:
                 self._failed(tier, "load", error)
         return piece, "", 0

@@ -1,7 +1,7 @@
 """Objects between a sequence and the tiers, and between tiers: what to write, cascades, promotions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -66,9 +66,9 @@ def lacking(tier: Tier, items: Sequence[WriteItem]) -> list[WriteItem]:
     return wanted
 
 
-def copy(source: Tier, target: Tier, items: Sequence[WriteItem], run: Run) -> None:
+def copy(source: Tier, target: Tier, items: Sequence[WriteItem], run: Run) -> int:
     """Copy objects between tiers byte by byte. What follows one that is gone would have no parent there
-    and is left out. Whoever reads the copies verifies them."""
+    and is left out; how many were. Whoever reads the copies verifies them."""
     moved, cut = [], set()
     for item in items:
         part = item.address[KEY_BYTES:]
@@ -80,17 +80,27 @@ def copy(source: Tier, target: Tier, items: Sequence[WriteItem], run: Run) -> No
         else:
             cut.add(part)
     target.write(moved, run)
+    return len(items) - len(moved)
 
 
-def promotions(tiers: Sequence[Tier], match: Match, length: int) -> list[tuple[Tier, list[WriteItem]]]:
-    """What the fastest tier lacks of a match's first `length` tokens, by the tier that has it.
+def promotions(
+    tiers: Sequence[Tier], failed: Callable[[Tier, str, BaseException], None], match: Match, length: int
+) -> list[tuple[Tier, list[WriteItem]]]:
+    """What the fastest tier lacks of a match's first `length` tokens, by the tier that has it; a slower one
+    that fails has nothing.
 
     Parts that no window sees any more come too: without them their successors would have no parents.
     """
     pieces = match.pieces(length, unseen=True)
     found = []
     for number, tier in enumerate(tiers):
-        there = tier.contains([piece.address for piece in pieces])
+        try:
+            there = tier.contains([piece.address for piece in pieces])
+        except FAILURES as error:
+            if not number:
+                raise
+            failed(tier, "promote", error)
+            continue
         if number:
             items = [_promoted(tier, match, piece) for piece, ok in zip(pieces, there, strict=True) if ok]
             found.append((tier, [item for item in items if item is not None]))

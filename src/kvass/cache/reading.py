@@ -23,7 +23,7 @@ from kvass.tiers.base import Lease
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-_STAGE_SECONDS = 60.0
+STAGE_SECONDS = 60.0
 """What a staging may take where nobody set a nearer deadline."""
 
 
@@ -91,11 +91,14 @@ class Reading(Tiered):
         until = None if seconds is None else began + seconds
         try:
             if self._is_far(match):
-                self._stage(match, until)
+                # some time is left for reading what could be brought
+                self._stage(match, None if until is None or seconds is None else until - seconds / 5)
                 match = match.anywhere()
                 seconds = None if until is None else until - time.monotonic()
             tiers = self._within(match.namespace, until)
-            loader = Loader(tiers, self._failed, self._executor, self._codec, match, into)
+            loader = Loader(
+                tiers, self._failed, self._executor, self._codec, match, into, far=self._is_far(match)
+            )
             result = loader.load(seconds, ready)
         except TierUnavailableError:  # the cache was closed meanwhile
             return LoadResult(0, 0, 0, 0.0, {})
@@ -125,7 +128,7 @@ class Reading(Tiered):
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
         try:
-            for tier, items in promotions(self._local, match, length):
+            for tier, items in promotions(self._local, self._failed, match, length):
                 copy(tier, self.tiers[0], items, self._executor.background_io_map)
         except FAILURES as error:
             self._failed(self.tiers[0], "promote", error)
@@ -134,8 +137,9 @@ class Reading(Tiered):
         """Look a prompt up and bring what slower tiers have of it to the fastest, in the background."""
         match = self.lookup(tokens, namespace)
         if self._is_far(match):
+            until = time.monotonic() + STAGE_SECONDS
             with contextlib.suppress(TierUnavailableError):
-                self._executor.stage(lambda: self._stage(match, None))
+                self._executor.stage(lambda: self._stage(match, until))
         elif (match and any(tier for tier, _ in match.runs)) or (match.child and match.child[0]):
             self._executor.background(lambda: self._copy_up(match, match.length))
         return match
@@ -156,12 +160,13 @@ class Reading(Tiered):
         Never raises because of a tier: a closed cache gives an empty match.
         """
         array = as_tokens(tokens)
+        began = time.monotonic()
 
         def job() -> Match:
             match = self.lookup(array, namespace, limit=limit)
             if self._is_far(match):
-                self._stage(match, time.monotonic() + seconds(match.length))
-                match = self.lookup(array, namespace, limit=limit, local=True)
+                self._stage(match, began + seconds(match.length))
+                match = self._find(array, namespace, match.length, match.keys, 0.0, local=True)
             return match
 
         try:
@@ -180,11 +185,12 @@ class Reading(Tiered):
         return not all(there.values())
 
     def _stage(self, match: Match, until: float | None) -> None:
-        until = time.monotonic() + _STAGE_SECONDS if until is None else until
+        until = time.monotonic() + STAGE_SECONDS if until is None else until
         tiers = self._within(match.namespace, until)
-        with self._turns.wait(match.namespace.root() + b"".join(match.keys[:1]), until):
-            if self._is_far(match):
-                stage(tiers, self._failed, match, until, self._executor.staging_io_map)
+        with self._turns.wait(match.namespace.root() + b"".join(match.keys[:1]), until) as mine:
+            if mine and self._is_far(match):
+                run = self._executor.staging_io_map
+                stage(tiers, self._failed, match, until, run, lambda: not self._closed)
 
     def hold(self, match: Match, seconds: float) -> Lease:
         """Keep a match's objects from eviction on this machine until the lease is closed or `seconds` are

@@ -86,8 +86,11 @@ class Storing(Tiered):
         for tier in self.tiers[1:]:
             if complete or tier.remote:
                 below = tier.within(namespace.root())
-                if not self._executor.behind(tier.name, len(bare), partial(self._copy_down, below, bare)):
-                    metrics.dropped_stores.labels(tier.name, "queue").inc(len(bare))
+                # A remote tier finds nothing by its tokens: nobody could find a last chunk that is not full.
+                down = [item for item in bare if not tier.remote or item.length == self.chunk_tokens]
+                new = max(1, len(wanted))  # what was here already is, most likely, there too
+                if not self._executor.behind(tier.name, new, partial(self._copy_down, below, down)):
+                    metrics.dropped_stores.labels(tier.name, "queue").inc(new)
             else:  # the fastest tier has no room for all of it: straight from the source, then
                 self._write(tier, items)
 
@@ -108,7 +111,8 @@ class Storing(Tiered):
         """Cascade: write to a lower tier what it lacks, from the fastest one."""
         began = time.perf_counter()
         try:
-            copy(self.tiers[0], tier, lacking(tier, items), self._executor.lane_io_map(tier.name))
+            gone = copy(self.tiers[0], tier, lacking(tier, items), self._executor.lane_io_map(tier.name))
+            metrics.dropped_stores.labels(tier.name, "orphan").inc(gone)
         except FAILURES as error:
             self._failed(tier, "store", error)
             metrics.dropped_stores.labels(tier.name, "error").inc(len(items))

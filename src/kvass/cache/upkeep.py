@@ -1,11 +1,12 @@
 """What an operator does with what is stored: pin, forget, remove, list, verify, explain."""
 
+import time
 from collections.abc import Callable, Iterator
 
 from kvass.cache.inspection import Explanation, StoredChunk, explanation, opener
 from kvass.cache.moving import FAILURES
 from kvass.cache.pool import Pool
-from kvass.cache.reading import Reading, TokenIds
+from kvass.cache.reading import STAGE_SECONDS, Reading, TokenIds
 from kvass.chunks import Tokens, as_tokens
 from kvass.errors import CorruptObjectError
 from kvass.keys import Namespace, address, chain, next_key, parse_address
@@ -20,7 +21,7 @@ class Upkeep(Reading):
 
         Returns the tokens that are pinned. Their parents stay with them.
         """
-        match = self.lookup(tokens, namespace)
+        match = self.lookup(tokens, namespace, local=True)
         addresses = [piece.address for piece in match.pieces()]
         until = self._clock() + seconds if seconds else 0.0
         pinned = 0
@@ -41,6 +42,15 @@ class Upkeep(Reading):
         whole = [address(keys[first], 0)] if first < len(keys) else []
         rest = array[first * self.chunk_tokens :][: self.chunk_tokens]
         self._executor.flush()
+        until = time.monotonic() + STAGE_SECONDS
+        # In turn with stagings: one under way would bring back what it fetched before.
+        with self._turns.wait(namespace.root() + b"".join(keys[:1]), until):
+            return self._forget(array, namespace, keys, first, parent, whole, rest)
+
+    def _forget(
+        self, array: Tokens, namespace: Namespace, keys: list[bytes], first: int, parent: bytes,
+        whole: list[bytes], rest: Tokens,
+    ) -> int:  # fmt: skip
         gone = 0
         for tier in reversed(self._within(namespace)):  # slowest first: nothing can be promoted from it then
             try:

@@ -20,6 +20,9 @@ from kvass.errors import KvassError
 
 log = logging.getLogger("kvass.serve")
 
+_STAGING_LOOK = 0.005
+"""Seconds between looks at what comes from other machines, while there is nothing else to do."""
+
 _VISIBLE_SECONDS = 1.0
 """How long a request waits for what the one before it stored to be visible."""
 
@@ -208,8 +211,7 @@ class Scheduler:
                         return True
                     if self._stopping and not self._waiting:
                         return False
-                    if not self._waiting:
-                        self._changed.wait()
+                    self._changed.wait(None if not self._waiting else _STAGING_LOOK)
                     continue
                 self._active.append(job)
                 self._count()
@@ -237,6 +239,9 @@ class Scheduler:
             if len(self._active) >= self._slots * (1 if tenant in served else 2):
                 continue
             for job in jobs:
+                staging = job.answering.stage()  # so that nobody's answer waits for other machines
+                if staging is not None and not staging.done():
+                    continue
                 if not any(job.shares_with(one, self._chunk_tokens) for one in reading):
                     jobs.remove(job)
                     del self._waiting[tenant]  # and last in turn, if it has more

@@ -40,7 +40,7 @@ class Breaker:
                     f"{self._name} failed {self._failures} times in a row and is left alone for now"
                 )
             self._probing = True
-        self._state(1)
+            self._state(1)
 
     @property
     def is_open(self) -> bool:
@@ -53,8 +53,8 @@ class Breaker:
         with self._guard:
             was, self._failures, self._probing = self._failures, 0, False
             self._wait = _FIRST_SECONDS
-        if was >= _FAILURES:
-            self._state(0)
+            if was >= _FAILURES:
+                self._state(0)
 
     def failed(self) -> None:
         """The server did not answer, or not in time."""
@@ -66,4 +66,4 @@ class Breaker:
                 return
             self._until = monotonic() + self._wait * self._random.uniform(0.75, 1.25)
             self._wait = min(2 * self._wait, _MOST_SECONDS)
-        self._state(2)
+            self._state(2)

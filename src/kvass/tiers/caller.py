@@ -30,12 +30,12 @@ def _late(late: Callable[[T], None], done: "Future[T]") -> None:
 class Caller:
     """Runs calls on threads of its own, so that whoever waits for one can stop waiting."""
 
-    def __init__(self, name: str, seconds: float, threads: int):
-        """`seconds`: what one call may take where nobody set a nearer deadline."""
+    def __init__(self, name: str, seconds: float, threads: int, state: Callable[[int], None]):
+        """`seconds`: what one call may take where nobody set a nearer deadline. `state`: told of changes."""
         self._name = name
         self._seconds = seconds
         self._random = random.Random()
-        self._breaker = Breaker(name, lambda state: metrics.remote_state.labels(name).set(state))
+        self._breaker = Breaker(name, state)
         self._workers = Workers(threads, f"kvass-{name}")
         self._pid = os.getpid()
         self._closed = False

@@ -9,6 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeVar
 
 from kvass import metrics
@@ -72,7 +73,15 @@ class RemoteTier(Tier):
         """Takes the store over. `call_seconds`: what one call of it may take."""
         self.name = name
         self._store = store
-        self._caller = Caller(name, call_seconds, threads)
+        states = {"ask": 0, "move": 0}
+
+        def tell(which: str, state: int) -> None:
+            states[which] = state
+            metrics.remote_state.labels(name).set(max(states.values()))
+
+        self._caller = Caller(name, call_seconds, threads, partial(tell, "move"))
+        # A lookup neither waits for others' transfers, nor is its short time what a store has.
+        self._asking = Caller(name, call_seconds, threads, partial(tell, "ask"))
         self._root = b""
         self._until: float | None = None
 
@@ -95,7 +104,10 @@ class RemoteTier(Tier):
     def contains(self, addresses: Sequence[bytes]) -> list[bool]:
         self._caller.check()  # also where nothing is asked for
         names = [self._name(one) for one in addresses]
-        return self._call(lambda: self._store.exists(names)) if names else []
+        if not names:
+            return []
+        caller = self._caller if self._until is None else self._asking
+        return caller.call(lambda: self._store.exists(names), self._until)
 
     def nearest_child(self, parent: bytes, tokens: Tokens) -> Child | None:
         self._caller.check()
@@ -116,9 +128,9 @@ class RemoteTier(Tier):
             try:
                 root, one = _parsed(listed.name)
                 header = self._header(listed.name)
+                parent = parse_address(header.parent) if header.parent else None
             except (KeyError, InputError, CorruptObjectError):
                 continue  # gone meanwhile, or nothing of ours
-            parent = parse_address(header.parent) if header.parent else None
             yield Entry(
                 one, parent, root, header.position, len(header.tokens), listed.size, listed.created,
                 listed.created, 0.0,
@@ -190,9 +202,10 @@ class RemoteTier(Tier):
 
     def maintain(self) -> None:
         self._caller.check()
+        self._store.maintain()
 
     def close(self) -> None:
-        if self._caller.close():
+        if self._asking.close() & self._caller.close():
             self._store.close()
 
 

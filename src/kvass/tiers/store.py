@@ -94,6 +94,9 @@ class Store(abc.ABC):
     def advice(self) -> Iterator[tuple[str, str | None]]:
         """For `kvass doctor`: connects, and yields what was found and, where that is not well, what to do."""
 
+    def maintain(self) -> None:  # noqa: B027 - most have nothing to do
+        """Called every second or so: ends what takes longer than a call may. Waits for nothing."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give connections and buffers back. More than once is fine."""

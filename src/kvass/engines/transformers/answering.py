@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -90,6 +91,7 @@ class Answering:
         self._prompt_logits = prompt_logits
         self._identity: Identity | None = None
         self._held: PoolCache | None = None
+        self._staging: Future[Match] | None = None
         self._written: list[int] = []
         self._stored = 0
         self._room = host.room(tokens, sampling.max_tokens)
@@ -107,6 +109,19 @@ class Answering:
     def read(self) -> int:
         """Prompt tokens whose KV is there."""
         return min(self._held.computed, self.tokens.size) if self._held is not None else 0
+
+    def stage(self) -> "Future[Match] | None":
+        """Have what only remote tiers hold of the prompt brought here, in the background; `begin` then waits
+        for nothing. None where there is nothing to wait for."""
+        cache, scope = self._host.cache, self._scope
+        if self._staging is None and cache is not None and cache.remote and scope.load:
+            identity = self._host.identified()
+            if identity is not None:
+                self._staging = cache.stage(
+                    self.tokens, self._namespace(identity, scope.salt), limit=self.tokens.size - 1,
+                    seconds=self._host.pace.seconds,
+                )  # fmt: skip
+        return self._staging
 
     def begin(self) -> None:
         """Load what is stored of the prompt but for its last token, which has to be computed."""
@@ -189,7 +204,9 @@ class Answering:
         if cache is None or identity is None or not scope.load:
             return
         own, *public = (self._namespace(identity, salt) for salt in (scope.salt, *scope.public))
-        match = cache.lookup(self.tokens, own, limit=self.tokens.size - 1, others=public)
+        match = cache.lookup(
+            self.tokens, own, limit=self.tokens.size - 1, others=public, local=self._staging is not None
+        )
         if not match:
             return
         loaded = cache.load(match, held.pool, seconds=self._host.pace.seconds(match.length))

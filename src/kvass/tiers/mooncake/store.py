@@ -97,6 +97,8 @@ class MooncakeStore(Store):
             with self._guard:
                 del self._taken[name]
                 if until:
+                    now = time.monotonic()
+                    self._taken = {one: end for one, end in self._taken.items() if end > now}
                     self._taken[name] = until
 
     def delete(self, names: Sequence[str]) -> int:

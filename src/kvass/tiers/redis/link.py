@@ -2,10 +2,12 @@
 
 import os
 import random
+import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from kvass.errors import ConfigError, TierUnavailableError
@@ -60,17 +62,19 @@ class _Node:
         self._idle: deque[Connection] = deque()
 
     def take(self) -> Connection:
-        """A connection that was good a moment ago. Raises RedisError."""
+        """An idle connection, or one that is still to be made."""
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = self._kind(**self._options)
-            connection.connect()
-            return connection
-        if _is_stale(connection):  # the server closed it meanwhile: nothing was sent, so this is no retry
+            return self._kind(**self._options)
+
+    @staticmethod
+    def make_good(connection: Connection) -> None:
+        """Connect it where it is not, or is no longer. Raises RedisError."""
+        # where the server closed it meanwhile nothing was sent, so this is no retry
+        if connection.is_connected and _is_stale(connection):
             connection.disconnect()
-            connection.connect()
-        return connection
+        connection.connect()
 
     def give(self, connection: Connection) -> None:
         self._idle.append(connection)
@@ -96,6 +100,8 @@ class _State:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.nodes: dict[tuple[str, int] | None, _Node] = {}
+        self.lent: dict[Connection, float] = {}
+        """Connections in use, and until when (monotonic seconds)."""
         self.slots: list[tuple[str, int]] = []
         """The master of each slot of a cluster; empty: not known, or no longer trusted."""
 
@@ -147,6 +153,13 @@ class Link:
                 yield reply[1]
                 if cursor == 0:
                     break
+
+    def end_late(self) -> None:
+        """Break off exchanges that take too long: a socket's time-out never ends a reply that trickles in."""
+        for connection, until in list(self._current.lent.items()):
+            if time.monotonic() > until and connection._sock is not None:
+                with suppress(OSError):
+                    connection._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._closed = True
@@ -268,11 +281,14 @@ class Link:
     @contextmanager
     def _lent(self, node: _Node) -> Iterator[Connection]:
         connection = node.take()
-        good = False
+        good, lent = False, self._current.lent
+        lent[connection] = time.monotonic() + self._seconds
         try:
+            node.make_good(connection)
             yield connection
             good = True
         finally:
+            lent.pop(connection, None)
             if good and not self._closed:
                 node.give(connection)
             else:

@@ -248,6 +248,9 @@ class RedisStore(Store):
     def advice(self) -> Iterator[tuple[str, str | None]]:
         return advice(self._link, self._ttl)
 
+    def maintain(self) -> None:
+        self._link.end_late()
+
     def close(self) -> None:
         self._link.close()
 
