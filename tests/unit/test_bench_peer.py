@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvass.bench import peer_environment
-from kvass.bench.peer import from_disk, ratio_interval, refuse_a_miss
+from kvass.bench.peer import ratio_interval, refuse_a_cached_read, refuse_a_miss
 from kvass.bench.peer_processes import below, memory_bytes, read_bytes
 from kvass.bench.report import drop_pages
 from kvass.errors import ConfigError
@@ -97,10 +97,11 @@ def test_what_is_read_after_its_pages_were_dropped_counts_as_fetched(tmp_path: P
     before = read_bytes([os.getpid()])
     path.read_bytes()
     fetched = read_bytes([os.getpid()]) - before
-    assert from_disk(fetched, 8 * MEGABYTE)
+    refuse_a_cached_read("kvass", fetched, 8 * MEGABYTE)
     path.read_bytes()
     again = read_bytes([os.getpid()]) - before - fetched
-    assert not from_disk(again, 8 * MEGABYTE)
+    with pytest.raises(ConfigError, match="came from memory"):
+        refuse_a_cached_read("kvass", again, 8 * MEGABYTE)
 
 
 def test_a_request_that_did_not_hit_is_refused() -> None:
@@ -110,9 +111,11 @@ def test_a_request_that_did_not_hit_is_refused() -> None:
             refuse_a_miss("lmcache", "dram", hit)
 
 
-def test_what_came_in_part_from_memory_did_not_come_from_the_disk() -> None:
-    assert from_disk(117_964_800, 117_964_800)
-    assert not from_disk(94_371_840, 117_964_800) and not from_disk(0, 0)
+def test_what_came_in_part_from_memory_is_no_figure_of_a_disk() -> None:
+    refuse_a_cached_read("lmcache", 117_964_800, 117_964_800)
+    for fetched, stored in ((94_371_840, 117_964_800), (0, 0)):
+        with pytest.raises(ConfigError, match=f"lmcache fetched {fetched} of {stored} stored bytes"):
+            refuse_a_cached_read("lmcache", fetched, stored)
 
 
 def test_the_interval_holds_the_ratio_of_medians_and_shrinks_with_agreement() -> None:

@@ -24,13 +24,17 @@ def test_settings_of_kvass_and_of_the_connector_come_together() -> None:
     found = read_options(
         {
             "host_bytes": 5 << 20,
-            "numerics": "shared:fp32",
+            "shared_numerics": "fp32",
             "on_unsupported": "off",
             "allow_unknown_vllm": True,
         }
     )
     assert found.settings.host_bytes == 5 << 20
-    assert (found.shared, found.off_if_unsupported, found.allow_unknown_vllm) == ("fp32", True, True)
+    assert (found.settings.shared_numerics, found.off_if_unsupported, found.allow_unknown_vllm) == (
+        "fp32",
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,9 +42,8 @@ def test_settings_of_kvass_and_of_the_connector_come_together() -> None:
     [
         ({"host_byte": 1}, "host_byte"),
         ({"host_bytes": "many"}, "host_bytes"),
-        ({"numerics": "equal"}, "numerics"),
-        ({"numerics": "shared:"}, "numerics"),
-        ({"numerics": ["shared:a"]}, "numerics"),
+        ({"shared_numerics": "not a name"}, "shared_numerics"),
+        ({"shared_numerics": ["a"]}, "shared_numerics"),
         ({"on_unsupported": "ignore"}, "on_unsupported"),
         ({"allow_unknown_vllm": "yes"}, "allow_unknown_vllm"),
     ],

@@ -29,8 +29,8 @@ _BYTES = 1 << 30
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 _START_SECONDS = 300.0
 _STORE_SECONDS = 120.0
-_QUIET_SECONDS = 2.0
-_FETCHED = 0.9
+_QUIET_SECONDS = 4.0
+_FETCHED = 0.95
 """The part of what is stored that a request has to fetch from the disk, where it is to come from there."""
 
 
@@ -171,68 +171,81 @@ class _Starter:
                 one.unlink(missing_ok=True)
 
 
+class _Asker:
+    """Asks one side about a prefix, and keeps what came of it."""
+
+    def __init__(self, side: Side, place: str, prefix: list[int], draw: random.Random):
+        self.side = side
+        self.hits: list[int] = []
+        self.fetched: list[int] = []
+        self._place = place
+        self._prefix = prefix
+        self._draw = draw
+        before = side.stored_bytes()
+        self._answer()
+        self._wait_until_stored(before)
+        self.stored = side.stored_bytes() - before
+
+    def _answer(self) -> Job:
+        return self.side.engine.ask([self._prefix + random_tokens(self._draw, _SUFFIX)])
+
+    def _wait_until_stored(self, before: int) -> None:
+        """Until the files have grown and change no more, and then a request hits: from outside, nothing more
+        is to be seen of what a worker has still to write. In that order, since what is asked for while
+        LMCache writes it stays in its memory."""
+        end, now = time.monotonic() + _STORE_SECONDS, before
+        while self.side.files is not None and time.monotonic() < end:
+            time.sleep(_QUIET_SECONDS)
+            was, now = now, self.side.stored_bytes()
+            if before < was == now:
+                break
+        while (hit := self._answer()["cached"][0]) < _PREFIX:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{self.side.name} has {hit} of {_PREFIX} tokens {_STORE_SECONDS:.0f} s after them"
+                )
+            time.sleep(1)
+
+    def ask(self) -> float:
+        """The time to first token of a question that hits. Raises ConfigError where it is no figure."""
+        name = self.side.name
+        if self._place == "disk":
+            assert self.side.files is not None
+            drop_pages(self.side.files)
+        before = read_bytes(self.side.processes())
+        answer = self._answer()
+        fetched, hit = read_bytes(self.side.processes()) - before, answer["cached"][0]
+        refuse_a_miss(name, self._place, hit)
+        if self._place == "disk":
+            refuse_a_cached_read(name, fetched, self.stored)
+        self.hits.append(hit)
+        self.fetched.append(fetched)
+        return float(answer["seconds"])
+
+
 def _compare(
     place: str, ours: Side, theirs: Side, rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     draw = random.Random(place)
     prefix = random_tokens(draw, _PREFIX)
-    cold: dict[str, float] = {}
-    stored: dict[str, int] = {}
+    askers: dict[str, _Asker] = {}
     for side in (ours, theirs):
         progress(f"{place}: {side.name} computes and stores the prefix")
-        before = side.stored_bytes()
-        cold[side.name] = side.engine.ask([_question(prefix, draw)])["seconds"]
-        _wait_until_stored(side, prefix, draw)
-        stored[side.name] = side.stored_bytes() - before
-    hits: dict[str, list[int]] = {"kvass": [], "lmcache": []}
-    fetched: dict[str, list[int]] = {"kvass": [], "lmcache": []}
-
-    def one(side: Side) -> Callable[[], float]:
-        def ask() -> float:
-            if place == "disk":
-                assert side.files is not None
-                drop_pages(side.files)
-            before = read_bytes(side.processes())
-            answer = side.engine.ask([_question(prefix, draw)])
-            fetched[side.name].append(read_bytes(side.processes()) - before)
-            hits[side.name].append(answer["cached"][0])
-            refuse_a_miss(side.name, place, hits[side.name][-1])
-            if place == "disk":
-                refuse_a_cached_read(side.name, fetched[side.name][-1], stored[side.name])
-            return float(answer["seconds"])
-
-        return ask
-
+        askers[side.name] = _Asker(side, place, prefix, draw)
     progress(f"{place}: {rounds} requests of each side")
-    seconds = interleaved({"kvass": one(ours), "lmcache": one(theirs)}, rounds)
-    return {
-        "ratio": round(statistics.median(seconds["kvass"]) / statistics.median(seconds["lmcache"]), 4),
-        "interval95": [round(edge, 4) for edge in ratio_interval(seconds["kvass"], seconds["lmcache"])],
+    seconds = interleaved({name: one.ask for name, one in askers.items()}, rounds)
+    mine, other = seconds[ours.name], seconds[theirs.name]
+    found: dict[str, Any] = {
+        "ratio": round(statistics.median(mine) / statistics.median(other), 4),
+        "interval95": [round(edge, 4) for edge in ratio_interval(mine, other)],
         "ttft_seconds": {name: [round(value, 4) for value in each] for name, each in seconds.items()},
-        "cold_seconds": {name: round(value, 3) for name, value in cold.items()},
-        "hit_tokens": hits,
-        "stored_bytes": stored,
-        "fetched_bytes": fetched,
-        "memory_bytes": {side.name: side.memory() for side in (ours, theirs)},
+        "hit_tokens": {name: one.hits for name, one in askers.items()},
+        "memory_bytes": {name: one.side.memory() for name, one in askers.items()},
+        "stored_bytes": {name: one.stored for name, one in askers.items()},
     }
-
-
-def _question(prefix: list[int], draw: random.Random) -> list[int]:
-    return prefix + random_tokens(draw, _SUFFIX)
-
-
-def _wait_until_stored(side: Side, prefix: list[int], draw: random.Random) -> None:
-    """Until a request has hit the whole prefix, and its files are no longer changing: from outside, nothing
-    more can be seen of what a worker has still to write. Raises ConfigError where that does not come."""
-    end = time.monotonic() + _STORE_SECONDS
-    while (hit := side.engine.ask([_question(prefix, draw)])["cached"][0]) < _PREFIX:
-        if time.monotonic() > end:
-            raise ConfigError(f"{side.name} has {hit} of {_PREFIX} tokens {_STORE_SECONDS:.0f} s after them")
-        time.sleep(1)
-    before = -1
-    while (now := side.stored_bytes()) != before:
-        before = now
-        time.sleep(_QUIET_SECONDS)
+    if place == "disk":
+        found["fetched_bytes"] = {name: one.fetched for name, one in askers.items()}
+    return found
 
 
 def refuse_a_miss(side: str, place: str, hit: int) -> None:

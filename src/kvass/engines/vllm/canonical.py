@@ -76,7 +76,7 @@ def check_packing(isa: str, group: LayerGroup, block: int) -> None:
     if not np.array_equal(filled.view(bits).numpy(), wanted):
         raise UnsupportedModelError(
             f"vLLM packs {group.dtype} KV for {isa} in a way that kvass does not know, so it cannot be "
-            "shared with other engines; leave numerics out"
+            "shared with other engines; leave shared_numerics out"
         )
 
 

@@ -61,7 +61,7 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         self._off_if_unsupported = options.off_if_unsupported
         try:
             mark = check_version(vllm_version, options)
-            plan = make_plan(vllm_config, kv_cache_config, options.settings.chunk_tokens, options.shared)
+            plan = make_plan(vllm_config, kv_cache_config, options.settings)
             plan = plan if plan.canonical else replace(plan, layout=plan.layout + mark)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = self._scheduler_half(vllm_config, plan, options)

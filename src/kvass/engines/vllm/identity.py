@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 
 from kvass.engines.vllm.options import Options
 from kvass.engines.vllm.plan import Plan
-from kvass.engines.vllm.shared import NOT_IDENTITY, digest_of, shared_namespace
 from kvass.errors import ModelFilesError, UnsupportedModelError
 from kvass.keys import Namespace, tenant_digest
 from kvass.models.digests import file_digest, weights_digest
+from kvass.models.shared import NOT_IDENTITY, digest_of, shared_namespace
 
 _LENGTH_FREE_ROPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
 """Those whose rotation does not depend on how long a context the engine was started for."""
@@ -35,9 +35,9 @@ def base_namespace(config: VllmConfig, plan: Plan, options: Options) -> Namespac
     directory = _directory(config)
     if model.trust_remote_code and next(directory.glob("*.py"), None) is not None:
         raise UnsupportedModelError(f"{directory} brings code of its own, which no key would tell: not yet")
-    if options.shared:
+    if settings.shared_numerics:
         return shared_namespace(
-            directory, plan.spec, options.shared, models_path=settings.models_path,
+            directory, plan.spec, settings.shared_numerics, models_path=settings.models_path,
             tenant_salt=settings.tenant_salt,
         )  # fmt: skip
     return Namespace(

@@ -1,14 +1,12 @@
 """What `kv_connector_extra_config` may hold: kvass's own settings, and a few of the connector's."""
 
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvass.config import Settings
 from kvass.errors import ConfigError, UnsupportedModelError
 
-_OWN: Final = ("numerics", "on_unsupported", "allow_unknown_vllm")
-_SHARED: Final = re.compile(r"shared:[A-Za-z0-9._-]{1,64}")
+_OWN: Final = ("on_unsupported", "allow_unknown_vllm")
 KNOWN_VLLM: Final = "0.32."
 
 
@@ -16,12 +14,10 @@ KNOWN_VLLM: Final = "0.32."
 class Options:
     """The connector's settings.
 
-    `shared`: the name under which the operator declares numerics of several engines to be equal, empty: not;
     `off_if_unsupported`: a model that cannot be cached is served without kvass instead of not at all.
     """
 
     settings: Settings
-    shared: str = ""
     off_if_unsupported: bool = False
     allow_unknown_vllm: bool = False
 
@@ -29,12 +25,6 @@ class Options:
 def read_options(extra: dict[str, Any]) -> Options:
     """Read the connector's settings. Raises ConfigError naming each one that is unknown or wrong."""
     own = {name: value for name, value in extra.items() if name in _OWN}
-    numerics = own.get("numerics", "")
-    if numerics and not (isinstance(numerics, str) and _SHARED.fullmatch(numerics)):
-        raise ConfigError(
-            f"numerics is {numerics!r}; leave it out, or give 'shared:' and a name of letters, digits, '.', "
-            "'_' and '-' to declare the numerics of engines equal"
-        )
     unsupported = own.get("on_unsupported", "refuse")
     if unsupported not in ("refuse", "off"):
         raise ConfigError(f"on_unsupported is {unsupported!r}; it may be 'refuse' or 'off'")
@@ -42,7 +32,7 @@ def read_options(extra: dict[str, Any]) -> Options:
     if not isinstance(allow, bool):
         raise ConfigError(f"allow_unknown_vllm is {allow!r}; it may be true or false")
     settings = Settings.load(**{name: value for name, value in extra.items() if name not in _OWN})
-    return Options(settings, numerics.removeprefix("shared:"), unsupported == "off", allow)
+    return Options(settings, unsupported == "off", allow)
 
 
 def check_version(version: str, options: Options) -> str:

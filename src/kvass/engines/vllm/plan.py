@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvass.config import Settings
 from kvass.engines.vllm.canonical import ISAS
 from kvass.errors import ConfigError, UnsupportedModelError
 from kvass.spec import KVSpec, LayerGroup
@@ -57,9 +58,9 @@ class Plan:
         return len(set(sum(self.engine_groups, ()))) > 1 or any(g.window for g in self.spec.groups)
 
 
-def make_plan(config: VllmConfig, kv: KVCacheConfig, chunk_tokens: int, shared: str) -> Plan:
-    """Look at what vLLM is about to allocate. `chunk_tokens`: what a chunk should have about; `shared`: the
-    name of the numerics that are declared equal, which KV is stored for in a layout that engines share.
+def make_plan(config: VllmConfig, kv: KVCacheConfig, settings: Settings) -> Plan:
+    """Look at what vLLM is about to allocate, and settle how it is stored: `chunk_tokens` says what a chunk
+    should have about; with `shared_numerics`, the layout is the one that engines share.
 
     Raises UnsupportedModelError for anything that is not plain attention KV, by name, and ConfigError where
     chunks that engines share are not whole blocks.
@@ -76,6 +77,7 @@ def make_plan(config: VllmConfig, kv: KVCacheConfig, chunk_tokens: int, shared: 
     isa = _isa(config, first) if current_platform.is_cpu() else ""
     ranks = config.parallel_config.tensor_parallel_size
     where = isa or str(current_platform.get_device_capability())
+    chunk_tokens, shared = settings.chunk_tokens, settings.shared_numerics
     if shared:
         _refuse_shared(config, isa, block, chunk_tokens)
         merged: dict[Any, list[tuple[int, str, int]]] = {}
@@ -128,7 +130,7 @@ def _refuse_shared(config: VllmConfig, isa: str, block: int, chunk_tokens: int) 
     if isa not in ISAS:
         raise UnsupportedModelError(
             f"how vLLM packs KV for {isa or 'this device'} is not known, so it cannot be shared with other "
-            "engines; leave numerics out"
+            "engines; leave shared_numerics out"
         )
     if config.parallel_config.tensor_parallel_size > 1:
         raise UnsupportedModelError("KV shared with other engines, and tensor parallelism: not yet")
