@@ -162,22 +162,32 @@ class SchedulerHalf:
         """What this machine holds of a prompt, after what other machines have was brought here; None: it is
         still coming."""
         cache = self._cache
-        match = cache.lookup(tokens, namespace, limit=limit, local=True)
-        match = match.cut(match.length // cache.chunk_tokens * cache.chunk_tokens)
-        if not cache.remote or match.length >= limit:
-            return match
-        if known.staging is None:
+        if known.staging is not None and not self._staged(known):
+            return None
+        match = self._here(tokens, namespace, limit)
+        if known.staging is None and cache.remote and match.length < limit:
             patience = self._pace.seconds(limit - max(computed, match.length))
             known.give_up_at = time.monotonic() + patience
             known.staging = cache.stage(tokens, namespace, limit=limit, seconds=self._pace.seconds)
-        if time.monotonic() >= known.give_up_at:
-            return match
+            if not self._staged(known):
+                return None
+            match = self._here(tokens, namespace, limit)
+        return match
+
+    def _here(self, tokens: list[int], namespace: Namespace, limit: int) -> Match:
+        """What this machine's tiers hold of a prompt, in whole chunks."""
+        match = self._cache.lookup(tokens, namespace, limit=limit, local=True)
+        return match.cut(match.length // self._cache.chunk_tokens * self._cache.chunk_tokens)
+
+    def _staged(self, known: Tracked) -> bool:
+        """Whether what other machines have has come, or has had its time."""
+        if known.staging is None or time.monotonic() >= known.give_up_at:
+            return True
         try:
             known.staging.result(0 if self._busy else _IDLE_WAIT)
         except TimeoutError:
-            return None
-        match = cache.lookup(tokens, namespace, limit=limit, local=True)
-        return match.cut(match.length // cache.chunk_tokens * cache.chunk_tokens)
+            return False
+        return True
 
     def _promise(self, known: Tracked, match: Match, computed: int) -> Match:
         """Hold what is to be promised, and read it first where vLLM could not do without it."""
@@ -276,7 +286,11 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """A request ended or was aborted. What it loads just now is loaded all the same: vLLM knows."""
         known = self._requests.pop(request.request_id, None)
-        if known is not None and request.request_id not in self._loading:
+        if known is None:
+            return
+        if known.staging is not None:
+            known.staging.cancel()  # where it has not begun, it need not
+        if request.request_id not in self._loading:
             known.release()
 
     def forget_all(self, salt: str) -> None:
