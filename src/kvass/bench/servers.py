@@ -25,7 +25,7 @@ def redis(folder: Path) -> Iterator[dict[str, Any]]:
     program = shutil.which("redis-server")
     if program is None:
         raise ConfigError("redis-server is not installed; `apt-get install redis-server`")
-    (port,) = _ports(1)
+    (port,) = free_ports(1)
     words = [
         "--port",
         str(port),
@@ -45,7 +45,7 @@ def redis(folder: Path) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def s3(folder: Path) -> Iterator[dict[str, Any]]:
     """SeaweedFS with its S3 gateway; else as `redis`."""
-    s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = _ports(8)
+    s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = free_ports(8)
     (folder / "data").mkdir()
     words = [
         "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
@@ -57,10 +57,10 @@ def s3(folder: Path) -> Iterator[dict[str, Any]]:
 
     def ready() -> bool:
         made = all(
-            _asked(filer, method, path) in (201, 204, 409)
+            asked(filer, method, path) in (201, 204, 409)
             for method, path in (("POST", f"/buckets/{_BUCKET}/"), ("PUT", f"/buckets/{_BUCKET}/first"))
         )
-        return made and _asked(s3, "GET", "/") in (200, 403)
+        return made and asked(s3, "GET", "/") in (200, 403)
 
     with _running([str(_weed()), *words], folder, ready):
         (folder / "keys.toml").write_text('access_key_id = "any"\nsecret_access_key = "any"\n')
@@ -77,7 +77,7 @@ def mooncake(folder: Path) -> Iterator[dict[str, Any]]:
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise ConfigError("Mooncake is not installed; pip install 'kvass[mooncake]'")
-    rpc, metrics, http = _ports(3)
+    rpc, metrics, http = free_ports(3)
     words = [
         f"--rpc_port={rpc}", "--rpc_address=127.0.0.1",
         f"--metrics_port={metrics}", "--metrics_host=127.0.0.1",
@@ -130,7 +130,8 @@ def _running(command: Sequence[str], folder: Path, ready: Callable[[], bool]) ->
         process.wait()
 
 
-def _ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -146,7 +147,8 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _asked(port: int, method: str, path: str) -> int:
+def asked(port: int, method: str, path: str) -> int:
+    """The status of an answer on loopback; 0: none."""
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request(method, path, b"1" if method == "PUT" else None)

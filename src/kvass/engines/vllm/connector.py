@@ -1,8 +1,10 @@
 """KvassConnector: what vLLM sees. One object a process, with the half that belongs there."""
 
+import contextlib
 import logging
+import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +42,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvass.vllm")
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Threads that are started in the block may run on every core that vLLM was given: on CPUs it binds its
+    worker's own thread to one, which ours would inherit."""
+    bound = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 class KvassConnector(KVConnectorBase_V1, SupportsHMA):
@@ -91,7 +106,8 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank() if plan.ranks > 1 else 0
-        cache = KVCache.open(options.settings, chunk_tokens=plan.chunk_tokens, shards=(rank,))
+        with _on_all_cores():
+            cache = KVCache.open(options.settings, chunk_tokens=plan.chunk_tokens, shards=(rank,))
         patient = self._kv_transfer_config.kv_load_failure_policy == "fail"
         return WorkerHalf(plan, cache, patient=patient)
 
