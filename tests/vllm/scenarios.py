@@ -130,6 +130,28 @@ def started(job: Job) -> Job:
     return {"answers": found, "counts": engine.counts}
 
 
+def told(job: Job) -> Job:
+    """The events that vLLM publishes of what the connector stored, and the hashes of the prompts' blocks."""
+    from vllm.config import KVEventsConfig
+
+    job["engine"] = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+    engine = Engine(job)
+    connector, events = engine.core.scheduler.connector, []
+    take = connector.take_events
+    connector.take_events = lambda: [events.append(one) or one for one in take()]
+    engine.ask(job["prompts"], tokens=2)
+    engine.close()
+    return {
+        "events": [
+            {
+                "blocks": len(one.block_hashes), "tokens": list(one.token_ids), "medium": one.medium,
+                "follows": one.parent_block_hash is not None,
+            }
+            for one in events
+        ]
+    }  # fmt: skip
+
+
 def preempted(job: Job) -> Job:
     """Answers to prompts that do not fit into vLLM's memory together, and how often one had to make way."""
     engine = Engine(job)

@@ -29,6 +29,14 @@ def test_cold_and_warm_answers_are_those_without_kvass_and_each_block_is_stored_
     assert len(objects(place)) == HIT // 128 + own
 
 
+def test_what_is_stored_is_told_in_vllms_own_events(
+    engines: Engines, smollm2: Path, place: Answer, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    job = {"model": str(smollm2), "kvass": place, "prompts": prompts[:1]}
+    (event,) = engines.ask("told", tmp_path, **job)["events"]
+    assert event == {"blocks": 3, "tokens": prompts[0][:384], "medium": "CPU", "follows": False}
+
+
 def test_a_restarted_process_hits_what_the_first_stored(
     engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
             checks_first=transfer.kv_load_failure_policy == "fail",
             shares_blocks=bool(config.cache_config.enable_prefix_caching),
             reports_late=plan.ranks > 1 or bool(config.scheduler_config.async_scheduling),
+            tells=bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
         )
         cache = KVCache.open(
             options.settings, chunk_tokens=plan.chunk_tokens, shards=tuple(range(plan.ranks))
@@ -256,7 +257,8 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         return KvassPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        half = self._scheduler
+        return self._guarded("events", [], half.take_events) if half is not None else ()
 
     def shutdown(self) -> None:
         """Finish what is being stored, give leases back."""

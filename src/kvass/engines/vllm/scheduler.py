@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -13,6 +14,7 @@ from kvass.cache.kvcache import KVCache
 from kvass.cache.match import Match
 from kvass.cache.pace import Pace
 from kvass.chunks import as_tokens
+from kvass.engines.vllm.events import stored
 from kvass.engines.vllm.identity import Adapters, for_tenant
 from kvass.engines.vllm.meta import Load, Report, Store, remainder
 from kvass.engines.vllm.permissions import Permissions, permissions
@@ -59,7 +61,8 @@ class Rules:
 
     `checks_first`: a load that fails would fail its request, so nothing is promised unread. `shares_blocks`:
     requests with one beginning share blocks. `reports_late`: whether a load failed is not known where what
-    was computed upon it is stored (several ranks, or steps scheduled ahead).
+    was computed upon it is stored (several ranks, or steps scheduled ahead). `tells`: vLLM's KV events are
+    on.
     """
 
     loads: bool
@@ -67,6 +70,7 @@ class Rules:
     checks_first: bool
     shares_blocks: bool
     reports_late: bool
+    tells: bool
 
 
 class SchedulerHalf:
@@ -85,6 +89,8 @@ class SchedulerHalf:
         self._pace = Pace()
         self._stepped = time.perf_counter()
         self._step_tokens = 0
+        self._told: dict[str, BlockStored] = {}
+        self._events: list[BlockStored] = []
         self.stats = KvassStats()
 
     # -- promises -------------------------------------------------------------------------------------
@@ -263,12 +269,18 @@ class SchedulerHalf:
             blocks = state.resolve_block_ids(name)
             tokens = as_tokens(known.request.all_token_ids[:end])
             found.append(Store(name, tokens, known.namespace, blocks, known.stored))
+            if self._rules.tells:
+                event = stored(known.request, known.stored, end, self._plan.block_tokens)
+                self._told |= {name: event} if event is not None else {}
             known.stored = end
         return found
 
     def reported(self, report: Report | None) -> None:
         """A step ended; what came of its loads and stores."""
         self._pace.learn(self._step_tokens, time.perf_counter() - self._stepped)
+        skipped = report.skipped if report is not None else {}
+        self._events += [event for name, event in self._told.items() if name not in skipped]
+        self._told = {}
         if report is None:
             return
         for name, tokens in report.loaded.items():
@@ -282,6 +294,11 @@ class SchedulerHalf:
         for name, start in report.skipped.items():
             if (found := self._requests.get(name)) is not None:
                 found.stored = min(found.stored, start)
+
+    def take_events(self) -> list[BlockStored]:
+        """What was stored since this was asked last."""
+        events, self._events = self._events, []
+        return events
 
     def finished(self, request: Request) -> None:
         """A request ended or was aborted. What it loads just now is loaded all the same: vLLM knows."""
