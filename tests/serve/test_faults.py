@@ -46,6 +46,9 @@ class Answering:
             raise RuntimeError(what)
         self._note.append(what)
 
+    def stage(self) -> None:
+        """Nothing of it is on other machines."""
+
     def begin(self) -> None:
         self._do("begin")
 

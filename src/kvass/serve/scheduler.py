@@ -239,8 +239,7 @@ class Scheduler:
             if len(self._active) >= self._slots * (1 if tenant in served else 2):
                 continue
             for job in jobs:
-                staging = job.answering.stage()  # so that nobody's answer waits for other machines
-                if staging is not None and not staging.done():
+                if not self._is_here(job):
                     continue
                 if not any(job.shares_with(one, self._chunk_tokens) for one in reading):
                     jobs.remove(job)
@@ -249,6 +248,16 @@ class Scheduler:
                         self._waiting[tenant] = jobs
                     return job
         return None
+
+    @staticmethod
+    def _is_here(job: Job) -> bool:
+        """Whether what other machines have of a prompt has come, so that nobody's answer waits for them."""
+        try:
+            staging = job.answering.stage()
+        except Exception:  # the request itself will say what is wrong
+            log.exception("kvass: a prompt could not be looked for on other machines")
+            return True
+        return staging is None or staging.done()
 
     def _begin(self, job: Job) -> None:
         job.began = time.perf_counter()
