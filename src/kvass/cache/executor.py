@@ -20,6 +20,10 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+_FAR_THREADS = 4
+"""Read from other machines at once, at least: most of that is waiting."""
+
+
 class Copying:
     """Tracks when a store no longer needs its source, and lets the caller give up before it began.
 
@@ -142,7 +146,7 @@ class Executor:
         self._background = Workers(1, "kvass-background")
         self._background_io = Workers(io_threads, "kvass-background-io")
         self._staging = Workers(io_threads, "kvass-staging")
-        self._staging_io = Workers(io_threads, "kvass-staging-io")
+        self._staging_io = Workers(max(_FAR_THREADS, io_threads), "kvass-staging-io")
         self._lanes = {name: Lane(name, lane_objects, io_threads) for name in lanes}
         self._housekeeping = housekeeping
         self._stop = threading.Event()

@@ -61,7 +61,9 @@ class KVCache(Storing, Upkeep):
                 unavailable["disk"] = str(error)
                 log.warning("kvass: no SSD tier: %s", error)
         tiers += [
-            RemoteTier(name, store, call_seconds=settings.remote_call_seconds, threads=settings.io_threads)
+            RemoteTier(
+                name, store, call_seconds=settings.remote_call_seconds, threads=max(4, settings.io_threads)
+            )
             for name, store in remotes
         ]
         cache = cls(

@@ -145,7 +145,7 @@ def bench_remote(
     stores: Annotated[str, typer.Option(help="Which, with commas between.")] = "redis,s3,mooncake",
     chunks: Annotated[int, typer.Option(min=1, help="Objects of 5.9 MB that are read.")] = 20,
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that read, on both sides.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read, on both sides.")] = 4,
     disk: Disk = Path(".bench"),
     as_json: AsJson = False,
 ) -> None:
