@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from harness.ports import free_ports
+from kvass.bench.servers import listens
 from kvass.config import Settings
 from kvass.tiers.mooncake import MooncakeStore
 
@@ -30,14 +31,6 @@ sys.stdin.read()
 """
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 class MooncakeMaster:
     """A master that knows no members yet. The same ports when started anew."""
 
@@ -46,7 +39,7 @@ class MooncakeMaster:
         os.environ.update(LOOPBACK)  # for members in this process
         self._log = folder / "master.log"
         self._options = options
-        self._rpc, self._metrics, self._http = _free_ports(3)
+        self._rpc, self._metrics, self._http = free_ports(3)
         self.address = f"127.0.0.1:{self._rpc}"
         self.metadata = f"http://127.0.0.1:{self._http}/metadata"
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,7 +60,7 @@ class MooncakeMaster:
                 cwd=self._log.parent, stdout=log, stderr=log,
             )  # fmt: skip
         end = time.monotonic() + _START_SECONDS
-        while not (_listens(self._rpc) and _listens(self._http)):
+        while not (listens(self._rpc) and listens(self._http)):
             assert self._process.poll() is None, self._log.read_text()[-2000:]
             assert time.monotonic() < end, f"mooncake_master did not start within {_START_SECONDS} s"
             time.sleep(0.02)
@@ -120,14 +113,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """Returns when it stands still, with all its threads."""
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """Real Redis servers on this machine's loopback: one, or a cluster of six."""
 
 import contextlib
-import random
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from harness.ports import free_ports
 from kvass.config import Settings
 from kvass.tiers.redis import RedisStore
 
@@ -24,22 +23,13 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-def free_port() -> int:
-    """A port that nobody listens on, nor gets for a connection: a server may come back to it."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 class RedisServer:
     """A server that can be killed and started again on its port."""
 
     def __init__(self, folder: Path, **options: str):
         """`options` with `_` for `-`, such as `maxmemory_policy`. A comma stands between two values."""
         self.folder = folder
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.process: subprocess.Popen[bytes] | None = None
         self._options = {name.replace("_", "-"): value for name, value in options.items()}
         self._tls = "tls-cert-file" in self._options
@@ -167,7 +157,7 @@ def redis_cluster() -> Iterator[RedisCluster]:
         servers = [
             stack.enter_context(
                 redis_server(
-                    cluster_enabled="yes", cluster_node_timeout="2000", cluster_port=str(free_port()),
+                    cluster_enabled="yes", cluster_node_timeout="2000", cluster_port=str(free_ports(1)[0]),
                     cluster_replica_validity_factor="0",
                 )
             )

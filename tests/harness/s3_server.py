@@ -4,9 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -17,24 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from .ports import free_ports
+
 BUCKET = "kvass-test"
 KEY, SECRET = "kvass-test-key", "kvass-test-secret-0123456789"
 READ_KEY, READ_SECRET = "kvass-read-key", "kvass-read-secret-9876543210"
 """These may read and list, and nothing else."""
 
 _START_SECONDS = 60.0
-
-
-def _free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections, so that they are free when the server restarts."""
-    found: list[int] = []
-    for port in random.sample(range(10_000, 30_000), 1000):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError("no free ports on 127.0.0.1")
 
 
 def _weed() -> Path:
@@ -48,7 +36,7 @@ class SeaweedFS:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._ports = _free_ports(8)
+        self._ports = free_ports(8)
         self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "data").mkdir()

@@ -78,14 +78,21 @@ def started(folder: Path, model: str, *arguments: str, **settings: str) -> Itera
         assert found, f"the server did not start: {process.poll()}"
         yield Server(found[2], process, folder, found[1])
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
-        process.stdout.close()
+        end(process)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Have a process end, whatever it takes, and close what it wrote to."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def head(path: str, length: int) -> bytes:

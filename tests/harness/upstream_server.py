@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx2 as httpx
 
-from harness.servers import Server, environment
+from harness.servers import Server, end, environment
 
 VLLM_START_SECONDS = 300
 
@@ -87,15 +87,7 @@ def before(upstream: str, folder: Path, *arguments: str, **settings: str) -> Ite
         assert found, process.stderr.read()
         yield Server(found[2], process, folder, found[1])
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        end(process)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2 as httpx
 
 from .forkserver import TESTS, ForkServer, _inherited
+from .ports import free_ports
 
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -85,7 +86,7 @@ def api_server(model: Path, extra: dict[str, Any], *arguments: str) -> Iterator[
         "kv_connector": "KvassConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_module_path": "kvass.engines.vllm", "kv_connector_extra_config": extra,
     }  # fmt: skip
-    port = _free_port()
+    (port,) = free_ports(1)
     process = subprocess.Popen(
         [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype",
@@ -116,14 +117,6 @@ def _healthy(url: str) -> bool:
         return httpx.get(url + "/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def metric(url: str, name: str) -> float:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.redis_server import free_port, redis_server, tls_server
+from harness.ports import free_ports
+from harness.redis_server import redis_server, tls_server
 from kvass.config import Settings
 from kvass.errors import ConfigError, KvassError, TierError, TierUnavailableError
 from kvass.tiers.redis import RedisStore
@@ -123,7 +124,7 @@ def test_a_password_that_no_server_asked_for_is_not_shown(caplog: pytest.LogCapt
         assert "redis_url" in _refused(f"redis://:{SECRET}@127.0.0.1:{server.port}", TierError, caplog)
     # nobody listens there now
     _refused(f"redis://:{SECRET}@127.0.0.1:{server.port}", TierUnavailableError, caplog)
-    _refused(f"redis+cluster://:{SECRET}@127.0.0.1:{free_port()}", TierUnavailableError, caplog)
+    _refused(f"redis+cluster://:{SECRET}@127.0.0.1:{free_ports(1)[0]}", TierUnavailableError, caplog)
 
 
 def test_a_server_that_repeats_what_it_was_sent_does_not_show_a_password(

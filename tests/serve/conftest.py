@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.servers import TINY_LENGTH, Server, remove_host_paths, started
+from harness.upstream_server import Small, small_upstream
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,4 +51,11 @@ def start(tiny_model: str, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server of the tiny model for all tests that leave it as it is."""
     with started(tmp_path_factory.mktemp("server"), tiny_model, "--dtype", "float32") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Small]:
+    """An OpenAI-like server in a process of its own, for what stands before it."""
+    with small_upstream() as one:
         yield one

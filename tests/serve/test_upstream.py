@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from harness.servers import Server
-from harness.upstream_server import CHUNKS, USAGE, WHOLE, Small, before, small_upstream
+from harness.upstream_server import CHUNKS, USAGE, WHOLE, Small, before
 from kvass.serve.rewriting import Lines, rewrite
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator")}
@@ -20,12 +20,6 @@ REPORT = {
     "hit_tokens": 8, "computed_tokens": 1, "loaded_bytes": None, "load_seconds": None, "saved_seconds": None,
 }  # fmt: skip
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Small]:
-    with small_upstream() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,6 @@ COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Small]:
-    with small_upstream() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def front(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with before(small.url, tmp_path_factory.mktemp("front")) as server:
         yield server

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvass.bench import peer_environment
-from kvass.bench.peer import ratio_interval, refuse_a_cached_read, refuse_a_miss
+from kvass.bench.peer import refuse_a_cached_read, refuse_a_miss
 from kvass.bench.peer_processes import below, memory_bytes, read_bytes
-from kvass.bench.report import drop_pages
+from kvass.bench.report import drop_pages, ratio_interval
 from kvass.errors import ConfigError
 
 MEGABYTE = 1 << 20

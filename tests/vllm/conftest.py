@@ -73,8 +73,11 @@ def expected(
     engines: Engines, smollm2: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What vLLM answers to each of them without kvass."""
-    folder = tmp_path_factory.mktemp("plain")
-    found = engines.ask("answers", folder, model=str(smollm2), groups=[[one] for one in prompts])
+    return _plain(engines, smollm2, prompts, tmp_path_factory.mktemp("plain"))
+
+
+def _plain(engines: Engines, model: Path, prompts: list[list[int]], folder: Path) -> list[dict[str, Any]]:
+    found = engines.ask("answers", folder, model=str(model), groups=[[one] for one in prompts])
     return [answer for (answer,) in found["groups"]]
 
 
@@ -91,6 +94,4 @@ def gemma_expected(
     engines: Engines, gemma3: Path, gemma_prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What vLLM answers to each of them without kvass."""
-    folder = tmp_path_factory.mktemp("plain-gemma")
-    found = engines.ask("answers", folder, model=str(gemma3), groups=[[one] for one in gemma_prompts])
-    return [answer for (answer,) in found["groups"]]
+    return _plain(engines, gemma3, gemma_prompts, tmp_path_factory.mktemp("plain-gemma"))

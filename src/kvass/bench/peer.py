@@ -6,7 +6,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -14,15 +14,13 @@ from typing import Any
 
 from kvass.bench.peer_environment import interpreter, plain, search_path
 from kvass.bench.peer_processes import below, memory_bytes, read_bytes
-from kvass.bench.report import drop_pages, interleaved, machine
+from kvass.bench.report import drop_pages, interleaved, machine, ratio_interval
 from kvass.bench.scratch import scratch
 from kvass.bench.servers import asked, free_ports
-from kvass.bench.vllm import Engine, Job, connector, random_tokens, running
+from kvass.bench.vllm import PREFIX, SUFFIX, Engine, Job, connector, random_tokens, running
 from kvass.engines.transformers.load import find_model
 from kvass.errors import ConfigError
 
-_PREFIX = 5120
-_SUFFIX = 24
 _BYTES = 1 << 30
 """What each side may keep in memory."""
 
@@ -75,7 +73,7 @@ def run(
     _, folder = find_model(model, models_path)
     python = interpreter(peer, progress)
     report: dict[str, Any] = {
-        "bench": f"vllm, {peer}", "machine": machine(), "model": model, "prefix_tokens": _PREFIX,
+        "bench": f"vllm, {peer}", "machine": machine(), "model": model, "prefix_tokens": PREFIX,
         "rounds": rounds, "versions": _versions(python, peer),
         "disk_means": f"kvass: host_bytes 0, its SSD tier alone; {peer}: its fs adapter, keeping nothing in "
         "memory; pages dropped before every request, and what is fetched from the device counted",
@@ -192,7 +190,7 @@ class _Asker:
         self.stored = side.stored_bytes() - before
 
     def _answer(self) -> Job:
-        return self.side.engine.ask([self._prefix + random_tokens(self._draw, _SUFFIX)])
+        return self.side.engine.ask([self._prefix + random_tokens(self._draw, SUFFIX)])
 
     def _wait_until_stored(self, before: int) -> None:
         """Until the files have grown and change no more, and then a request hits: from outside, nothing more
@@ -204,10 +202,10 @@ class _Asker:
             was, now = now, self.side.stored_bytes()
             if before < was == now:
                 break
-        while (hit := self._answer()["cached"][0]) < _PREFIX:
+        while (hit := self._answer()["cached"][0]) < PREFIX:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"{self.side.name} has {hit} of {_PREFIX} tokens {_STORE_SECONDS:.0f} s after them"
+                    f"{self.side.name} has {hit} of {PREFIX} tokens {_STORE_SECONDS:.0f} s after them"
                 )
             time.sleep(1)
 
@@ -234,7 +232,7 @@ def _compare(
     place: str, ours: Side, theirs: Side, rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     draw = random.Random(place)
-    prefix = random_tokens(draw, _PREFIX)
+    prefix = random_tokens(draw, PREFIX)
     askers: dict[str, _Asker] = {}
     for side in (ours, theirs):
         progress(f"{place}: {side.name} computes and stores the prefix")
@@ -257,9 +255,9 @@ def _compare(
 
 def refuse_a_miss(side: str, place: str, hit: int) -> None:
     """Raises ConfigError where a request was not answered from the cache as far as it could be."""
-    if hit != _PREFIX:
+    if hit != PREFIX:
         raise ConfigError(
-            f"{side} ({place}) hit {hit} of {_PREFIX} tokens: its time would be no figure of a hit"
+            f"{side} ({place}) hit {hit} of {PREFIX} tokens: its time would be no figure of a hit"
         )
 
 
@@ -270,17 +268,3 @@ def refuse_a_cached_read(side: str, fetched: int, stored: int) -> None:
             f"{side} fetched {fetched} of {stored} stored bytes from the disk; the rest came from memory, so "
             "its time would be no figure of a disk; choose --disk on a real one"
         )
-
-
-def ratio_interval(
-    numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
-) -> tuple[float, float]:
-    """Bootstrap confidence interval of the ratio of two medians; the same for the same values."""
-    draw = random.Random(0)
-    found = sorted(
-        statistics.median(draw.choices(numerator, k=len(numerator)))
-        / statistics.median(draw.choices(denominator, k=len(denominator)))
-        for _ in range(2000)
-    )
-    cut = int(len(found) * (1 - level) / 2)
-    return found[cut], found[-cut - 1]

@@ -63,10 +63,25 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[flo
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """Bootstrap confidence interval of the median; the same for the same values."""
+    return _bootstrap(lambda draw: _drawn_median(draw, values), level)
+
+
+def ratio_interval(
+    numerator: Sequence[float], denominator: Sequence[float], level: float = 0.95
+) -> tuple[float, float]:
+    """Bootstrap confidence interval of the ratio of two medians; the same for the same values."""
+    return _bootstrap(lambda draw: _drawn_median(draw, numerator) / _drawn_median(draw, denominator), level)
+
+
+def _drawn_median(draw: random.Random, values: Sequence[float]) -> float:
+    return statistics.median(draw.choices(values, k=len(values)))
+
+
+def _bootstrap(figure: Callable[[random.Random], float], level: float) -> tuple[float, float]:
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    cut = int(len(medians) * (1 - level) / 2)
-    return medians[cut], medians[-cut - 1]
+    found = sorted(figure(draw) for _ in range(2000))
+    cut = int(len(found) * (1 - level) / 2)
+    return found[cut], found[-cut - 1]
 
 
 def drop_pages(folder: Path) -> None:

@@ -38,7 +38,7 @@ def redis(folder: Path) -> Iterator[dict[str, Any]]:
         "--dir",
         str(folder),
     ]
-    with _running([program, *words], folder, lambda: _listens(port)):
+    with _running([program, *words], folder, lambda: listens(port)):
         yield {"redis_url": f"redis://127.0.0.1:{port}"}
 
 
@@ -85,7 +85,7 @@ def mooncake(folder: Path) -> Iterator[dict[str, Any]]:
         f"--http_metadata_server_port={http}",
     ]  # fmt: skip
     program = Path(spec.origin).parent / "mooncake_master"
-    with _running([str(program), *words], folder, lambda: _listens(rpc) and _listens(http)):
+    with _running([str(program), *words], folder, lambda: listens(rpc) and listens(http)):
         yield {
             "mooncake_master": f"127.0.0.1:{rpc}",
             "mooncake_metadata": f"http://127.0.0.1:{http}/metadata",
@@ -139,7 +139,8 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether somebody does, on loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()
     except OSError:

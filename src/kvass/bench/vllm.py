@@ -18,8 +18,8 @@ from kvass.bench.servers import SERVERS
 from kvass.engines.transformers.load import find_model
 from kvass.errors import ConfigError
 
-_PREFIX = 5120
-_SUFFIX = 24
+PREFIX = 5120
+SUFFIX = 24
 _WORDS = 40_000
 """Token ids are drawn below this: every vocabulary has them."""
 
@@ -130,7 +130,7 @@ def run(
     """Speed-ups of the time to first token over cold, and the ratio of prompts that are never seen again."""
     _, folder = find_model(model, models_path)
     report: dict[str, Any] = {
-        "bench": "vllm", "machine": machine(), "model": model, "prefix_tokens": _PREFIX, "rounds": rounds,
+        "bench": "vllm", "machine": machine(), "model": model, "prefix_tokens": PREFIX, "rounds": rounds,
         "pairs": pairs,
     }  # fmt: skip
     with scratch(disk) as (host, ssd), contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ def _by_tier(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     draw = random.Random(7)
-    prefixes = [random_tokens(draw, _PREFIX) for _ in range(rounds)]
+    prefixes = [random_tokens(draw, PREFIX) for _ in range(rounds)]
     local = {"host_bytes": _HOST_BYTES, "disk_bytes": 8 << 30}
     seconds: dict[str, list[float]] = {"cold": []}
     hits: dict[str, list[int]] = {}
@@ -158,7 +158,7 @@ def _by_tier(
     first = connector(host_path=host / "first", disk_path=ssd / "first", **local, **remote)
     with running(model, log, transfer=first) as engine:
         for prefix in prefixes:
-            cold = engine.ask([prefix + random_tokens(draw, _SUFFIX)])
+            cold = engine.ask([prefix + random_tokens(draw, SUFFIX)])
             seconds["cold"].append(cold["seconds"])
             engine.ask([random_tokens(draw, 64)], drain=True)
             _note(engine, "host", prefix, draw, seconds, hits)
@@ -188,7 +188,7 @@ def _note(
     hits: dict[str, list[int]],
 ) -> None:  # fmt: skip
     """Ask something new about a prefix, and note the seconds and the hit."""
-    answer = engine.ask([prefix + random_tokens(draw, _SUFFIX)])
+    answer = engine.ask([prefix + random_tokens(draw, SUFFIX)])
     seconds.setdefault(name, []).append(answer["seconds"])
     hits.setdefault(name, []).append(answer["cached"][0])
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from kvass.cache.pool import KVView, check_fit
 from kvass.chunks import Tokens
 from kvass.codecs.base import Codec
-from kvass.container import Blob, Buffer, Encoded, Header
+from kvass.container import Blob, Buffer, Encoded, Header, Reader
 from kvass.errors import CorruptObjectError, TierError
 from kvass.keys import FORMAT_VERSION, Namespace, address_text, content_key, split_address
 from kvass.provenance import EXACT
@@ -51,6 +51,22 @@ class ChunkBlob:
         return self._encoded.pieces()
 
 
+class ReaderBlob:
+    """An open object on its way into a tier, piece by piece."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self.size = reader.size
+
+    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        """In order; each is overwritten by the next."""
+        buffer = memoryview(bytearray(min(_COPY_BYTES, self.size)))
+        for offset in range(0, self.size, len(buffer)):
+            piece = buffer[: min(len(buffer), self.size - offset)]
+            self._reader.read_into(offset, [piece])
+            yield offset, [piece]
+
+
 class TierBlob:
     """An object of one tier on its way into another."""
 
@@ -64,15 +80,11 @@ class TierBlob:
             self.size = 0
 
     def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, self.size)))
         try:
             with self._tier.open(self._address) as reader:
                 if reader.size != self.size:
                     raise TierError("the object was replaced before it was copied")
-                for offset in range(0, self.size, len(buffer)):
-                    piece = buffer[: min(len(buffer), self.size - offset)]
-                    reader.read_into(offset, [piece])
-                    yield offset, [piece]
+                yield from ReaderBlob(reader).pieces()
         except KeyError:
             raise TierError("the object was evicted before it was copied") from None
 

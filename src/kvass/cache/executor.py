@@ -12,16 +12,13 @@ from kvass.cache.pool import KVView
 from kvass.container import Blob, Buffer
 from kvass.errors import KvassError, TierError, TierUnavailableError
 from kvass.tiers.base import Run
+from kvass.tiers.remote import FAR_THREADS
 from kvass.workers import Workers
 
 log = logging.getLogger("kvass.cache")
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-_FAR_THREADS = 4
-"""Read from other machines at once, at least: most of that is waiting."""
 
 
 class Copying:
@@ -139,14 +136,16 @@ class Executor:
         *,
         lanes: Iterable[str] = (),
         lane_objects: int = 4096,
+        far: bool = False,
     ):
-        """`lanes`: names of the lower tiers; `lane_objects`: how many objects may wait for each."""
+        """`lanes`: names of the lower tiers; `lane_objects`: how many objects may wait for each; `far`: some
+        are on other machines, which takes threads that may wait for those."""
         self._io = Workers(io_threads, "kvass-io")
         self._writer = Workers(1, "kvass-writer")
         self._background = Workers(1, "kvass-background")
         self._background_io = Workers(io_threads, "kvass-background-io")
-        self._staging = Workers(io_threads, "kvass-staging")
-        self._staging_io = Workers(max(_FAR_THREADS, io_threads), "kvass-staging-io")
+        self._staging = Workers(io_threads if far else 1, "kvass-staging")
+        self._staging_io = Workers(max(FAR_THREADS, io_threads) if far else 0, "kvass-staging-io")
         self._lanes = {name: Lane(name, lane_objects, io_threads) for name in lanes}
         self._housekeeping = housekeeping
         self._stop = threading.Event()

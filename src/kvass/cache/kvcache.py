@@ -10,7 +10,7 @@ from kvass.errors import ConfigError, TierError
 from kvass.tiers.base import Tier
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
-from kvass.tiers.remote import RemoteTier
+from kvass.tiers.remote import FAR_THREADS, RemoteTier
 from kvass.tiers.remotes import configured
 
 log = logging.getLogger("kvass.cache")
@@ -60,10 +60,9 @@ class KVCache(Storing, Upkeep):
             except TierError as error:
                 unavailable["disk"] = str(error)
                 log.warning("kvass: no SSD tier: %s", error)
+        threads = max(FAR_THREADS, settings.io_threads)
         tiers += [
-            RemoteTier(
-                name, store, call_seconds=settings.remote_call_seconds, threads=max(4, settings.io_threads)
-            )
+            RemoteTier(name, store, call_seconds=settings.remote_call_seconds, threads=threads)
             for name, store in remotes
         ]
         cache = cls(

@@ -10,13 +10,13 @@ import numpy as np
 from kvass.cache.executor import Executor
 from kvass.cache.finding import Failed
 from kvass.cache.match import Match, Piece
-from kvass.cache.moving import FAILURES
+from kvass.cache.moving import FAILURES, check_size, quarantine
 from kvass.cache.pool import KVView, check_fit
 from kvass.chunks import as_tokens
 from kvass.codecs.base import Codec
 from kvass.codecs.registry import codec_of
-from kvass.container import MAX_HEADER_BYTES, Array, Header, Reader, empty_arrays, read_arrays, read_header
-from kvass.errors import CorruptObjectError, TierError
+from kvass.container import Array, Header, Reader, empty_arrays, read_arrays, read_header
+from kvass.errors import CorruptObjectError
 from kvass.keys import address, address_text, next_key, split_address
 from kvass.provenance import EXACT
 from kvass.tiers.base import Tier
@@ -106,16 +106,10 @@ class Loader:
             except CorruptObjectError as error:
                 self._failed(tier, "load", error)
                 if not tier.remote:  # there, one machine's bad way to it must not cost all others an object
-                    self._executor.background(partial(self._quarantine, tier, piece.address))
+                    self._executor.background(partial(quarantine, tier, piece.address, self._failed))
             except FAILURES as error:
                 self._failed(tier, "load", error)
         return piece, "", 0
-
-    def _quarantine(self, tier: Tier, one: bytes) -> None:
-        try:
-            tier.quarantine(one)
-        except (TierError, OSError) as error:
-            self._failed(tier, "quarantine", error)
 
     def _targets(self, piece: Piece) -> dict[str, Array]:
         arrays = self._into.arrays(piece.group, piece.start, piece.start + piece.used)
@@ -128,8 +122,7 @@ class Loader:
         parsed = read_header(reader)
         self._check(piece, parsed.header)
         group = self._match.namespace.spec.groups[piece.group]
-        if parsed.size > 2 * group.bytes_per_token * piece.stored + MAX_HEADER_BYTES:
-            raise CorruptObjectError(f"object of {parsed.size} bytes is larger than any codec makes it")
+        check_size(parsed.size, group.bytes_per_token, piece.stored)
         coder = self._codec_of(parsed.header)
         wanted = {name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()}
         if coder.in_place:

@@ -11,13 +11,27 @@ from kvass.cache.match import Match, Piece
 from kvass.cache.pool import KVView
 from kvass.chunks import Tokens, as_tokens
 from kvass.codecs.base import Codec
-from kvass.container import read_header
+from kvass.container import MAX_HEADER_BYTES, read_header
 from kvass.errors import CorruptObjectError, InputError, TierError
 from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key, split_address
 from kvass.tiers.base import Run, Tier, WriteItem
 
 FAILURES = (TierError, CorruptObjectError, OSError)
 """What a tier may answer with; to the cache each of them is a miss."""
+
+
+def quarantine(tier: Tier, one: bytes, failed: Callable[[Tier, str, BaseException], None]) -> None:
+    """Take an object that failed verification out of sight. Never raises because of the tier."""
+    try:
+        tier.quarantine(one)
+    except FAILURES as error:
+        failed(tier, "quarantine", error)
+
+
+def check_size(size: int, bytes_per_token: int, tokens: int) -> None:
+    """Raises CorruptObjectError where an object is larger than any codec makes so many tokens."""
+    if size > 2 * bytes_per_token * tokens + MAX_HEADER_BYTES:
+        raise CorruptObjectError(f"object of {size} bytes is larger than any codec makes it")
 
 
 def sequence_items(

@@ -90,15 +90,15 @@ class Reading(Tiered):
         began = time.monotonic()
         until = None if seconds is None else began + seconds
         try:
-            if self._is_far(match):
+            far = self._is_far(match)
+            if far:
                 # some time is left for reading what could be brought
                 self._stage(match, None if until is None or seconds is None else until - seconds / 5)
                 match = match.anywhere()
                 seconds = None if until is None else until - time.monotonic()
+                far = self._is_far(match)
             tiers = self._within(match.namespace, until)
-            loader = Loader(
-                tiers, self._failed, self._executor, self._codec, match, into, far=self._is_far(match)
-            )
+            loader = Loader(tiers, self._failed, self._executor, self._codec, match, into, far=far)
             result = loader.load(seconds, ready)
         except TierUnavailableError:  # the cache was closed meanwhile
             return LoadResult(0, 0, 0, 0.0, {})

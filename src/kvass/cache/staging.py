@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from blake3 import blake3
 
 from kvass import metrics
+from kvass.cache.blobs import ReaderBlob
 from kvass.cache.finding import Failed
 from kvass.cache.match import Match
-from kvass.cache.moving import FAILURES, promotions
-from kvass.container import MAX_HEADER_BYTES, Buffer, Reader, read_header, verify
+from kvass.cache.moving import FAILURES, check_size, promotions, quarantine
+from kvass.container import Reader, read_header, verify
 from kvass.errors import CorruptObjectError
 from kvass.keys import KEY_BYTES, address
 from kvass.tiers.base import Run, Tier, WriteItem
@@ -113,11 +114,11 @@ def _bring(
                 failed(source, "stage", error)
                 return False
             if reader is not None:
-                blobs[item.address] = _Fetched(reader)
+                blobs[item.address] = ReaderBlob(reader)
             return reader is not None
 
         sources = {item.address: source for source, item in items}
-        blobs: dict[bytes, _Fetched] = {}
+        blobs: dict[bytes, ReaderBlob] = {}
         list(run(fetch, [item for _, item in items]))
         whole: list[WriteItem] = []
         for _, item in items:
@@ -156,21 +157,20 @@ def _fetched(
                 stack.push(held.pop_all())
                 return reader
     if seen == before:
-        _quarantine(source, item.address, failed)
+        quarantine(source, item.address, failed)
     return None
 
 
 def _digest(reader: Reader) -> bytes:
     hasher = blake3()
-    for _, (piece,) in _Fetched(reader).pieces():
+    for _, (piece,) in ReaderBlob(reader).pieces():
         hasher.update(piece)
     return hasher.digest()
 
 
 def _check(item: WriteItem, reader: Reader, sizes: Sequence[int]) -> None:
     """Raises CorruptObjectError where it is not the object that its address says, or fails its digests."""
-    if reader.size > 2 * sizes[item.address[KEY_BYTES]] * item.length + MAX_HEADER_BYTES:
-        raise CorruptObjectError(f"object of {reader.size} bytes is larger than any codec makes it")
+    check_size(reader.size, sizes[item.address[KEY_BYTES]], item.length)
     parsed = read_header(reader)
     header = parsed.header
     one = address(bytes.fromhex(header.key), header.group, header.shard)
@@ -181,26 +181,3 @@ def _check(item: WriteItem, reader: Reader, sizes: Sequence[int]) -> None:
     ):
         raise CorruptObjectError("object is not the one that its address says")
     verify(reader, parsed)
-
-
-def _quarantine(tier: Tier, one: bytes, failed: Failed) -> None:
-    try:
-        tier.quarantine(one)
-    except FAILURES as error:
-        failed(tier, "quarantine", error)
-
-
-class _Fetched:
-    """An open object as a blob."""
-
-    def __init__(self, reader: Reader):
-        self._reader = reader
-        self.size = reader.size
-
-    def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        """From its parts where it lies in memory, else piece by piece."""
-        buffer = memoryview(bytearray(min(self.size, 1 << 20)))
-        for offset in range(0, self.size, len(buffer)):
-            piece = buffer[: min(len(buffer), self.size - offset)]
-            self._reader.read_into(offset, [piece])
-            yield offset, [piece]

@@ -58,6 +58,7 @@ class Tiered:
             self._keep_house,
             lanes=[tier.name for tier in self.tiers[1:]],
             lane_objects=lane_objects,
+            far=self.remote,
         )
         self._turns = Turns()
         self._codec: Codec = Raw()

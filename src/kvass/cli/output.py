@@ -72,5 +72,10 @@ def needs_transformers() -> None:
 def needs_server() -> None:
     """Raises ModelFilesError, with what to install, where the engine or the server is not there."""
     needs_transformers()
-    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+    needs_http("fastapi", "uvicorn")
+
+
+def needs_http(*packages: str) -> None:
+    """Raises ModelFilesError, with what to install, where one of the server's packages is not there."""
+    if any(find_spec(package) is None for package in packages):
         raise ModelFilesError("this needs the server: pip install 'kvass[serve]'")

@@ -1,14 +1,13 @@
 """Commands that serve: `kvass serve`, and `kvass key` for its tenants."""
 
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from kvass.cli.output import AsJson, Model, err, needs_server, out, print_json
+from kvass.cli.output import AsJson, Model, err, needs_http, needs_server, out, print_json
 from kvass.config import Settings
-from kvass.errors import ConfigError, ModelFilesError
+from kvass.errors import ConfigError
 
 
 def serve(
@@ -52,8 +51,7 @@ def serve(
 
 
 def _serve_upstream(host: str, port: int, upstream: str) -> None:
-    if any(find_spec(package) is None for package in ("starlette", "uvicorn", "httpx2")):
-        raise ModelFilesError("this needs the server: pip install 'kvass[serve]'")
+    needs_http("starlette", "uvicorn", "httpx2")
     from kvass.serve.address import Address
     from kvass.serve.listening import listen
     from kvass.serve.server import run_upstream

@@ -52,6 +52,6 @@ def shared_namespace(
     )
 
 
-def digest_of(described: dict[str, Any]) -> str:
+def digest_of(described: Any) -> str:
     """BLAKE3 of a description, in hex."""
     return blake3(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()

@@ -13,16 +13,15 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 
-from kvass import __version__, metrics
+from kvass import __version__
 from kvass.config import Settings
 from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
-from kvass.serve.errors import FAULT, ApiError, error_body
+from kvass.serve.common import ERROR_HANDLERS, metrics_page
+from kvass.serve.errors import ApiError, error_body
 from kvass.serve.guard import ARRIVED, TENANT
 from kvass.serve.prompts import ChatEncoder, TooLongError
 from kvass.serve.replies import ChatShape, CompletionShape
@@ -30,7 +29,7 @@ from kvass.serve.reply import RunResponse
 from kvass.serve.run import Asked, Run, Speed
 from kvass.serve.scheduler import Busy, Scheduler, Stopping
 from kvass.serve.schemas import ChatRequest, CompletionRequest, KvassOptions
-from kvass.serve.tenants import OPERATOR, Tenants, tenant_salt
+from kvass.serve.tenants import Tenants, tenant_salt
 
 log = logging.getLogger("kvass.serve")
 
@@ -235,9 +234,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics", responses={401: errors[401], 403: {"description": "Not the operator's key"}})
     def prometheus(tenant: Tenant) -> Response:
-        if service.tenants and tenant != OPERATOR:
-            raise ApiError(403, f"metrics concern all tenants; use a key of the tenant {OPERATOR!r}")
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_page(service.tenants, tenant)
 
     return app
 
@@ -270,9 +267,8 @@ class _Route(APIRoute):
 
 
 def _add_error_shapes(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, headers=error.headers)
+    for kind, handler in ERROR_HANDLERS.items():
+        app.add_exception_handler(kind, handler)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -285,13 +281,3 @@ def _add_error_shapes(app: FastAPI) -> None:
             what = f"is not JSON: {first['ctx']['error']}"
         message = f"{param}: {what}" if param else f"the body: {what}"
         return JSONResponse(error_body(400, message, param), 400)
-
-    @app.exception_handler(Exception)
-    async def fault(_: Request, error: Exception) -> Response:  # which goes on to the guard, and to the log
-        return JSONResponse(error_body(500, FAULT), 500)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(
-            error_body(error.status_code, str(error.detail)), error.status_code, error.headers
-        )

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from kvass.serve.common import until_gone
 from kvass.serve.errors import error_body
 from kvass.serve.replies import Shape
 from kvass.serve.run import Delta, Run, ServerFault
@@ -33,8 +34,7 @@ class RunResponse(Response):
             self._run.cancel()
 
     async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_gone(receive)
         self._run.cancel()
 
     # -- whole ----------------------------------------------------------------------------------------

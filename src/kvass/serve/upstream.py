@@ -10,9 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import httpx2 as httpx
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,7 +20,8 @@ from kvass import metrics
 from kvass.config import Settings
 from kvass.errors import ConfigError
 from kvass.serve.address import Address
-from kvass.serve.errors import FAULT, ApiError, error_body
+from kvass.serve.common import ERROR_HANDLERS, metrics_page, until_gone
+from kvass.serve.errors import ApiError
 from kvass.serve.forwarding import Answer, Exchange
 from kvass.serve.guard import TENANT
 from kvass.serve.tenants import OPERATOR, Tenants, tenant_salt
@@ -67,7 +66,7 @@ class Upstream:
                 Route("/metrics", self._metrics),
                 Route("/v1/{rest:path}", _Forward(self)),
             ],
-            exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _fault},
+            exception_handlers=ERROR_HANDLERS,
             lifespan=self._lifespan,
         )
         made.router.redirect_slashes = False
@@ -119,9 +118,7 @@ class Upstream:
             return answers
 
     async def _metrics(self, request: Request) -> Response:
-        if self._tenants and request.scope[TENANT] != OPERATOR:
-            raise ApiError(403, f"metrics concern all tenants; use a key of the tenant {OPERATOR!r}")
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_page(self._tenants, request.scope[TENANT])
 
     # -- what is answered there -----------------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class Upstream:
         with self._admitted(tenant):
             exchange = Exchange(self._client, self._address, salt, self._via)
             work = asyncio.create_task(exchange.run(scope, body, answer))
-            gone, cut = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._cut.wait())
+            gone, cut = asyncio.create_task(until_gone(receive)), asyncio.create_task(self._cut.wait())
             try:
                 await asyncio.wait((work, gone, cut), return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
@@ -183,26 +180,7 @@ class _Forward:
         await self._upstream.forward(scope, receive, send)
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _ended(task: "asyncio.Task[Any]") -> None:
     """Cancel a task, and wait until it has given back what it held."""
     task.cancel()
     await asyncio.wait((task,))
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
-
-
-async def _fault(_: Request, error: Exception) -> Response:  # which goes on to the guard, and to the log
-    return JSONResponse(error_body(500, FAULT), 500)

@@ -1,4 +1,7 @@
-"""What a tier of this machine owes besides: parents before children, a budget, pins and leases."""
+"""What a tier of this machine owes besides: parents before children, a budget, pins and leases.
+
+Longer than other files: one class is the suite that somebody else subclasses.
+"""
 
 import threading
 import time

@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 _MAX_OBJECT_BYTES = 1 << 30
 
+FAR_THREADS = 4
+"""Wait for other machines at once, at least: that is most of what they do."""
+
 
 class RemoteReader(contextlib.AbstractContextManager["RemoteReader"]):
     """A fetched object, in the parts in which it came."""
@@ -69,7 +72,7 @@ class RemoteTier(Tier):
     shared = True
     remote = True
 
-    def __init__(self, name: str, store: Store, *, call_seconds: float = 10.0, threads: int = 4):
+    def __init__(self, name: str, store: Store, *, call_seconds: float = 10.0, threads: int = FAR_THREADS):
         """Takes the store over. `call_seconds`: what one call of it may take."""
         self.name = name
         self._store = store

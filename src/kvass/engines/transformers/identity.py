@@ -15,7 +15,7 @@ from kvass.engines.transformers.adapters import Parts, parts, plain_model
 from kvass.engines.transformers.layers import kv_spec, ships
 from kvass.errors import UnsupportedModelError
 from kvass.keys import Namespace, tenant_digest
-from kvass.models.shared import NOT_IDENTITY
+from kvass.models.shared import NOT_IDENTITY, digest_of
 
 __all__ = ["Identity", "identify", "kv_spec"]
 
@@ -142,8 +142,7 @@ def _traits(found: Parts) -> Iterator[tuple[str, str, tuple[tuple[str, float], .
 
 def _config_digest(config: Any, found: Parts) -> str:
     kept = {k: v for k, v in config.to_dict().items() if k not in NOT_IDENTITY}
-    described = json.dumps([kept, list(_traits(found))], sort_keys=True, default=str)
-    return blake3(described.encode()).hexdigest()
+    return digest_of([kept, list(_traits(found))])
 
 
 def _own_tensors(found: Parts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,8 +23,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.version import __version__ as vllm_version
 
-from kvass import metrics
 from kvass.cache.kvcache import KVCache
+from kvass.engines.vllm.doubts import Doubts
 from kvass.engines.vllm.identity import Adapters, base_namespace
 from kvass.engines.vllm.meta import Report, Work
 from kvass.engines.vllm.options import Options, check_version, read_options
@@ -32,7 +32,7 @@ from kvass.engines.vllm.plan import Plan, make_plan
 from kvass.engines.vllm.scheduler import Rules, SchedulerHalf
 from kvass.engines.vllm.stats import KvassPromMetrics, KvassStats
 from kvass.engines.vllm.worker import WorkerHalf
-from kvass.errors import KvassError, ModelFilesError, UnsupportedModelError
+from kvass.errors import ModelFilesError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -71,7 +71,7 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._warned: set[str] = set()
+        self._doubts = Doubts()
         options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         self._off_if_unsupported = options.off_if_unsupported
         try:
@@ -121,16 +121,8 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         """The outermost frame of ours: what fails in it is a miss, and never reaches vLLM."""
         try:
             return work()
-        except Exception as error:
-            metrics.errors.labels("vllm", operation).inc()
-            if operation not in self._warned:
-                self._warned.add(operation)
-                log.warning(
-                    "kvass: %s failed, which is a miss; counted in kvass_errors_total from now on: %s",
-                    operation,
-                    error,
-                    exc_info=not isinstance(error, KvassError | OSError) or None,
-                )
+        except Exception as error:  # noqa: BLE001 - noted, and logged with its traceback
+            self._doubts.note(operation, error)
             return doubt
 
     # -- the scheduler's side -------------------------------------------------------------------------

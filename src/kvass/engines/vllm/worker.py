@@ -1,25 +1,22 @@
 """The worker's half of the connector: loads into vLLM's blocks before a step, stores out of them after it."""
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from kvass import metrics
 from kvass.cache.kvcache import KVCache
 from kvass.cache.pace import Pace
 from kvass.cache.pool import KVView
 from kvass.engines.vllm.blocks import Copied, InPlace, LoadView, Memory, Staged
 from kvass.engines.vllm.canonical import check_packing
+from kvass.engines.vllm.doubts import Doubts
 from kvass.engines.vllm.meta import Load, Report, Store, Work
 from kvass.engines.vllm.plan import Plan
 from kvass.engines.vllm.stats import KvassStats
 from kvass.engines.vllm.translated import Canonical
 from kvass.errors import InputError, KvassError
-
-log = logging.getLogger("kvass.vllm")
 
 
 class WorkerHalf:
@@ -38,7 +35,7 @@ class WorkerHalf:
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
         self._doubtful = False
-        self._warned: set[str] = set()
+        self._doubts = Doubts()
         self.stats = KvassStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -137,16 +134,8 @@ class WorkerHalf:
         self.stats.add("kvass_store_seconds", time.perf_counter() - began)
 
     def _complain(self, operation: str, error: Exception) -> None:
-        """Count what failed and was answered with a miss; said once."""
         self.stats.add("kvass_errors")
-        metrics.errors.labels("vllm", operation).inc()
-        if operation not in self._warned:
-            self._warned.add(operation)
-            log.warning(
-                "kvass: a %s in vLLM's worker failed, which is a miss; counted from now on: %s",
-                operation,
-                error,
-            )
+        self._doubts.note(operation, error)
 
     # -- reports --------------------------------------------------------------------------------------
 
