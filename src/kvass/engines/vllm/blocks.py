@@ -183,10 +183,12 @@ class Copied:
                 )
             except InputError:
                 continue
-            rows = memory.gather(group, wanted)
+            rows = memory.gather(group, wanted)  # a copy: of its own where it already lies on the host
             device = rows.device
-            host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            self._held[group, begin] = host.copy_(rows, non_blocking=True)
+            if device.type != "cpu":
+                host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+                rows = host.copy_(rows, non_blocking=True)
+            self._held[group, begin] = rows
         if device is not None:
             _wait_for(device)
 
