@@ -12,6 +12,7 @@ from kvass.errors import ConfigError
 
 _PREFIX = "KVASS_"
 _FILE_VARIABLE = "KVASS_CONFIG"
+_CODEC = "^[a-z0-9][a-z0-9._-]{0,31}$"
 
 
 def cache_home() -> Path:
@@ -51,6 +52,36 @@ class Settings(BaseSettings):
     models_path: Path = Field(
         default_factory=lambda: cache_home() / "models",
         description="Directory for converted models, tokenizers and weight digests.",
+    )
+    host_codec: str = Field(
+        default="raw",
+        pattern=_CODEC,
+        description="Codec of what the host tier stores: raw, lossless, or a lossy one with a certificate.",
+    )
+    disk_codec: str = Field(
+        default="raw",
+        pattern=_CODEC,
+        description="Codec of what the SSD tier stores: raw, lossless, int8, kivi4, kivi2, q1 to q4.",
+    )
+    remote_codec: str = Field(
+        default="raw",
+        pattern=_CODEC,
+        description="Codec of what remote tiers store: raw, lossless, int8, kivi4, kivi2, q1 to q4.",
+    )
+    allow_lossy: bool = Field(
+        default=False,
+        description="Whether requests that say nothing of it may use lossy state within the budget.",
+    )
+    lossy_max_kl: float = Field(
+        default=0.01,
+        ge=0,
+        description="Mean KL per token to the exact model, in nats, over which a lossy codec is refused.",
+    )
+    lossy_max_facts_lost: float = Field(
+        default=0.025,
+        ge=0,
+        le=1,
+        description="Share of facts lost, as an upper bound, over which a lossy codec is refused.",
     )
     chunk_tokens: int = Field(
         default=256, ge=16, le=4096, description="Tokens in a stored chunk; part of no key, but of every hit."

@@ -64,7 +64,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What an object says of itself.
 
     `parent` is the address text of the chunk before it, empty for a sequence's first. `position` is the
-    index of its first token. `digests` holds, for each array, one xxh3-128 in hex per layer.
+    index of its first token. `digests` holds, for each array, one xxh3-128 in hex per row: of its first axis,
+    which is the layers, or one for a stream over all.
     `condensed` is reserved for state with lengths and positions of its own; version 1 wants null.
     """
 

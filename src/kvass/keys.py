@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from kvass.chunks import Tokens
 from kvass.errors import InputError
-from kvass.provenance import StateClass
+from kvass.provenance import StateClass, lossy_class
 from kvass.spec import KVSpec
 
 FORMAT_VERSION = 1
@@ -56,6 +56,23 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             value = self.spec.digest().encode() if name == "spec" else str(getattr(self, name)).encode()
             hasher.update(_COUNT.pack(len(name)) + name.encode() + _COUNT.pack(len(value)) + value)
         return hasher.digest()
+
+
+def lossy_namespace(namespace: Namespace, codec: str) -> Namespace:
+    """Where state of `namespace` is kept that went through a lossy codec, or was computed upon such state.
+
+    The same model, adapter and tenant; no numerics, no layout of an engine's own, and no RoPE in the spec,
+    which follows from the configuration. Engines come to the same one, and a certificate covers it, where
+    `namespace` is one that they share (`kvass.models.shared`).
+    """
+    groups = tuple(msgspec.structs.replace(group, rope=None) for group in namespace.spec.groups)
+    return msgspec.structs.replace(
+        namespace,
+        spec=KVSpec(groups=groups),
+        numerics="",
+        layout="canonical",
+        state=lossy_class(codec),
+    )
 
 
 def tenant_digest(salt: str) -> str:

@@ -52,6 +52,12 @@ errors = Counter(
     ["tier", "operation"],
     registry=registry,
 )
+refused = Counter(
+    "kvass_refused",
+    "Uses of lossy codecs that no certificate covers, by operation (store, lookup, load, recode) and reason.",
+    ["operation", "reason"],
+    registry=registry,
+)
 remote_state = Gauge(
     "kvass_remote_state",
     "Circuit breaker of a remote tier: 0 closed, 1 half open, 2 open (left alone for now).",

@@ -20,7 +20,7 @@ class Sound(Raw):
 
 
 class Careless(Raw):
-    def decode(self, stored, spec, tokens):
+    def decode(self, stored, chunk):
         return dict(stored)
 
 

@@ -1,13 +1,14 @@
 """The cache: lookup, load and store over tiers; the only package with threads."""
 
+from kvass.cache.converting import RecodeCounts
 from kvass.cache.executor import Copying
 from kvass.cache.inspection import Difference, Explanation, StoredChunk
 from kvass.cache.kvcache import KVCache
 from kvass.cache.loading import LoadResult
+from kvass.cache.looking import TokenIds
 from kvass.cache.match import Match
 from kvass.cache.pace import Pace
 from kvass.cache.pool import KVView, Pool
-from kvass.cache.reading import TokenIds
 from kvass.cache.storing import StoreTicket
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Match",
     "Pace",
     "Pool",
+    "RecodeCounts",
     "StoreTicket",
     "StoredChunk",
     "TokenIds",

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from kvass.cache.coding import Target
 from kvass.cache.pool import KVView, check_fit
 from kvass.chunks import Tokens
-from kvass.codecs.base import Codec
+from kvass.codecs.base import Chunk
 from kvass.container import Blob, Buffer, Encoded, Header, Reader
 from kvass.errors import CorruptObjectError, TierError
-from kvass.keys import FORMAT_VERSION, Namespace, address_text, content_key, split_address
-from kvass.provenance import EXACT
+from kvass.keys import FORMAT_VERSION, address_text, content_key, split_address
 from kvass.tiers.base import Tier
 
 _COPY_BYTES = 1 << 20
@@ -22,26 +22,32 @@ class ChunkBlob:
     """
 
     def __init__(
-        self, coder: Codec, namespace: Namespace, one: bytes, parent: bytes | None, root: bytes,
-        position: int, tokens: Tokens, source: KVView,
+        self, target: Target, one: bytes, parent: bytes | None, root: bytes, position: int, tokens: Tokens,
+        source: KVView,
     ):  # fmt: skip
-        self._coder, self._namespace, self._parent, self._root = coder, namespace, parent, root
+        self._target, self._parent, self._root = target, parent, root
         self._key, self._group, self._shard = split_address(one)
         self._position, self._tokens, self._source = position, tokens, source
 
     @cached_property
     def _encoded(self) -> Encoded:
-        tokens, group = self._tokens, self._namespace.spec.groups[self._group]
+        return self.encoded()
+
+    def encoded(self) -> Encoded:
+        """The object, its arrays encoded now."""
+        tokens, (namespace, coder, provenance) = self._tokens, self._target
+        group = namespace.spec.groups[self._group]
         arrays = self._source.arrays(self._group, self._position, self._position + tokens.size)
-        check_fit(arrays, self._namespace.arrays, group, tokens.size)
+        check_fit(arrays, namespace.arrays, group, tokens.size)
         header = Header(
             digest="", format=FORMAT_VERSION, key=self._key.hex(), group=self._group, shard=self._shard,
             parent=address_text(self._parent) if self._parent else "",
-            content_key=content_key(self._root, tokens.tobytes()).hex(), namespace=self._namespace,
-            position=self._position, tokens=tokens.tolist(), codec=[self._coder.step()], provenance=EXACT,
+            content_key=content_key(self._root, tokens.tobytes()).hex(), namespace=namespace,
+            position=self._position, tokens=tokens.tolist(), codec=[coder.step()], provenance=provenance,
             digests={},
         )  # fmt: skip
-        return Encoded(header, self._coder.encode(arrays, group))
+        chunk = Chunk(group, self._group, self._position, tokens.size)
+        return Encoded(header, coder.encode(arrays, chunk))
 
     @property
     def size(self) -> int:

@@ -40,9 +40,9 @@ class Copying:
             source, self._source = self._source, None
             return source
 
-    def wrap(self, blob: Blob) -> "Blob":
+    def wrap(self, blob: Blob) -> "CountedBlob":
         """The same blob, counted while it is being read."""
-        return _Counted(blob, self)
+        return CountedBlob(blob, self)
 
     def begin(self) -> None:
         """A thread starts to read the source. Raises TierError when the store was given up."""
@@ -73,7 +73,9 @@ class Copying:
             return not self.given_up
 
 
-class _Counted:
+class CountedBlob:
+    """A blob that tells while it reads the source."""
+
     def __init__(self, blob: Blob, copying: Copying):
         self._blob = blob
         self._copying = copying
@@ -81,6 +83,15 @@ class _Counted:
     @property
     def size(self) -> int:
         return self._blob.size
+
+    def remade(self, make: Callable[[Blob], Blob]) -> "CountedBlob":
+        """What `make` makes of the blob, now. Raises TierError where the store was given up, and what `make`
+        raises."""
+        self._copying.begin()
+        try:
+            return CountedBlob(make(self._blob), self._copying)
+        finally:
+            self._copying.end()
 
     def pieces(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
         self._copying.begin()

@@ -1,19 +1,23 @@
 """Looking at what is stored: why a prompt hit as far as it did, and single objects as arrays."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
+from kvass.cache.coding import Decoder
 from kvass.cache.finding import Failed, nearest
 from kvass.cache.match import Match, Piece
 from kvass.cache.moving import FAILURES, stored_tokens
+from kvass.cache.recoding import decoded
 from kvass.chunks import Tokens
-from kvass.codecs.registry import codec_of
+from kvass.codecs.base import Chunk
 from kvass.container import MAX_HEADER_BYTES, Array, Header, Parsed, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError, UnsupportedModelError
 from kvass.keys import address, address_text
+from kvass.quality import Verdict
 from kvass.tiers.base import Entry, Tier
 
 
@@ -26,12 +30,14 @@ class Difference(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Why a prompt hit as far as it did."""
+    """Why a prompt hit as far as it did. `verdicts`: of each lossy codec that was asked for or that a tier
+    stores by, whether its state may be used, and why."""
 
     tokens: int
     hit: int
     reason: str
     difference: Difference | None
+    verdicts: Mapping[str, Verdict] = MappingProxyType({})
 
 
 def explanation(tiers: Sequence[Tier], failed: Failed, match: Match, context: int) -> Explanation:
@@ -123,7 +129,7 @@ class StoredChunk:
 
     tier: str
     entry: Entry
-    _open: Callable[[], tuple[Parsed, dict[str, Array]]]
+    _open: Callable[[bool], tuple[Parsed, dict[str, Array]]]
 
     @property
     def address(self) -> str:
@@ -131,18 +137,20 @@ class StoredChunk:
         return address_text(self.entry.address)
 
     def header(self) -> Header:
-        """What the object says of itself. Raises CorruptObjectError."""
-        return self._open()[0].header
+        """What the object says of itself, once its digests were found right. Raises CorruptObjectError."""
+        return self._open(False)[0].header
 
     def arrays(self) -> dict[str, Array]:
         """`k`, `v` `[layers, tokens, kv_heads, dim]`. Raises CorruptObjectError."""
-        return self._open()[1]
+        return self._open(True)[1]
 
 
-def opener(tier: Tier, entry: Entry) -> Callable[[], tuple[Parsed, dict[str, Array]]]:
-    """A function that reads and verifies an object. It raises KeyError, CorruptObjectError, TierError."""
+def opener(tier: Tier, entry: Entry, decoder: Decoder) -> Callable[[bool], tuple[Parsed, dict[str, Array]]]:
+    """A function that reads and verifies an object, and decodes it if told to. It raises KeyError,
+    CorruptObjectError, TierError; only
+    after all digests were found right NotDecodableError, where nothing here decodes it."""
 
-    def opened() -> tuple[Parsed, dict[str, Array]]:
+    def opened(decode: bool) -> tuple[Parsed, dict[str, Array]]:
         with tier.open(entry.address) as reader:
             if reader.size > entry.size + MAX_HEADER_BYTES:  # before anything is allocated for it
                 raise CorruptObjectError("object is larger than what was stored")
@@ -152,10 +160,12 @@ def opener(tier: Tier, entry: Entry) -> Callable[[], tuple[Parsed, dict[str, Arr
                 raise CorruptObjectError("object is not the one that its address says")
             stored = empty_arrays(parsed)
             read_arrays(reader, parsed, stored)
-        coder = codec_of(header.codec)
+        if not decode:
+            return parsed, stored
         group = header.namespace.spec.groups[header.group]
+        chunk = Chunk(group, header.group, header.position, len(header.tokens))
         try:
-            return parsed, coder.decode(stored, group, len(header.tokens))
+            return parsed, decoded(stored, decoder(header), chunk, header.namespace.arrays)
         except UnsupportedModelError as error:
             raise CorruptObjectError(f"object cannot be decoded: {error}") from error
 

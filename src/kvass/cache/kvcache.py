@@ -3,10 +3,12 @@
 import logging
 from typing import Self
 
+from kvass.cache.converting import Converting
 from kvass.cache.storing import Storing
 from kvass.cache.upkeep import Upkeep
 from kvass.config import Settings
 from kvass.errors import ConfigError, TierError
+from kvass.quality import Budget, Gate
 from kvass.tiers.base import Tier
 from kvass.tiers.directory import DirectoryTier, on_tmpfs
 from kvass.tiers.memory import MemoryTier
@@ -16,7 +18,7 @@ from kvass.tiers.remotes import configured
 log = logging.getLogger("kvass.cache")
 
 
-class KVCache(Storing, Upkeep):
+class KVCache(Storing, Converting, Upkeep):
     """Keeps KV in tiers, fastest first. Safe for several threads; several processes may share tiers.
 
     Nothing here raises because of a tier: what cannot be read is a miss, what cannot be stored is
@@ -65,14 +67,24 @@ class KVCache(Storing, Upkeep):
             RemoteTier(name, store, call_seconds=settings.remote_call_seconds, threads=threads)
             for name, store in remotes
         ]
-        cache = cls(
-            tiers,
-            chunk_tokens=chunk_tokens or settings.chunk_tokens,
-            io_threads=settings.io_threads,
-            store_deadline=settings.store_deadline,
-            shards=shards,
-            exists_seconds=settings.remote_exists_seconds,
-            lane_objects=settings.remote_queue_objects,
-        )
+        codecs = {"host": settings.host_codec, "disk": settings.disk_codec}
+        codecs |= {name: settings.remote_codec for name, _ in remotes}
+        try:
+            cache = cls(
+                tiers,
+                chunk_tokens=chunk_tokens or settings.chunk_tokens,
+                io_threads=settings.io_threads,
+                store_deadline=settings.store_deadline,
+                shards=shards,
+                exists_seconds=settings.remote_exists_seconds,
+                lane_objects=settings.remote_queue_objects,
+                codecs=codecs,
+                gate=Gate(settings.models_path),
+                budget=Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost),
+            )
+        except ConfigError:
+            for tier in tiers:
+                tier.close()
+            raise
         cache.unavailable = unavailable
         return cache

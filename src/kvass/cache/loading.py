@@ -12,62 +12,70 @@ from kvass.cache.finding import Failed
 from kvass.cache.match import Match, Piece
 from kvass.cache.moving import FAILURES, check_size, quarantine
 from kvass.cache.pool import KVView, check_fit
+from kvass.cache.recoding import decoded
 from kvass.chunks import as_tokens
-from kvass.codecs.base import Codec
-from kvass.codecs.registry import codec_of
+from kvass.codecs.base import Chunk, Codec
+from kvass.codecs.registry import NotDecodableError
 from kvass.container import Array, Header, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError
 from kvass.keys import address, address_text, next_key, split_address
-from kvass.provenance import EXACT
 from kvass.tiers.base import Tier
 
 Ready = Callable[[int], None]
 
 
 class LoadResult(NamedTuple):
-    """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier."""
+    """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier.
+
+    The first `exact_tokens` of them are exact state; what follows went through a lossy codec.
+    """
 
     tokens: int
     bytes: int
     verified: int
     seconds: float
     tiers: dict[str, int]
+    exact_tokens: int = 0
 
 
 class Loader:
-    """Reads the objects of one match into a view."""
+    """Reads the objects of one match, of one namespace, into a view."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         failed: Failed,
         executor: Executor,
-        coder: Codec,
+        decoder: Callable[[Header], Codec],
         match: Match,
         into: KVView,
         *,
         far: bool = False,
+        start: int = 0,
     ):
-        """`far`: some of it is read from other machines, on threads that nothing of this one waits for."""
+        """`decoder`: see `Coding.decoder`; `far`: some of it is read from other machines, on threads that
+        nothing of this one waits for; `start`: tokens, of whole chunks, that are in place already."""
         self._tiers = tiers
         self._failed = failed
         self._executor = executor
-        self._coder = coder
+        self._decoder = decoder
         self._match = match
         self._root = match.namespace.root()
         self._into = into
         self._far = far
+        self._start = start
 
     def load(self, seconds: float | None, ready: Ready | None) -> LoadResult:
         """See `KVCache.load`. When it ends, by an exception too, no thread writes to the view any more."""
         began = time.perf_counter()
         deadline = None if seconds is None else began + seconds
-        match, length, announced = self._match, self._match.length, 0
+        match, length, announced = self._match, self._match.length, self._start
         windowed = any(group.window is not None for group in match.namespace.spec.groups)
         have: set[bytes] = set()
         by_tier: dict[str, int] = {}
-        while length:
-            places = [(piece, self._targets(piece)) for piece in match.pieces(length, have)]
+        while length > self._start:
+            pieces = match.pieces(length, have)
+            places = [(piece, self._targets(piece)) for piece in pieces if piece.start >= self._start]
             bad: list[int] = []
             spread: Callable[..., Iterable[tuple[Piece, str, int]]]
             if self._far:
@@ -103,6 +111,8 @@ class Loader:
                     return piece, tier.name, self._read(piece, reader, targets)
             except KeyError:
                 continue
+            except NotDecodableError as error:
+                self._failed(tier, "load", error)
             except CorruptObjectError as error:
                 self._failed(tier, "load", error)
                 if not tier.remote:  # there, one machine's bad way to it must not cost all others an object
@@ -123,20 +133,21 @@ class Loader:
         self._check(piece, parsed.header)
         group = self._match.namespace.spec.groups[piece.group]
         check_size(parsed.size, group.bytes_per_token, piece.stored)
-        coder = self._codec_of(parsed.header)
-        wanted = {name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()}
+        coder = self._decoder(parsed.header)
         if coder.in_place:
+            wanted = {
+                name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()
+            }
             if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
                 raise CorruptObjectError("object's arrays are not what the spec says")
             if piece.used == piece.stored:
                 return read_arrays(reader, parsed, targets)
         stored = empty_arrays(parsed)
         size = read_arrays(reader, parsed, stored)
-        decoded = coder.decode(stored, group, piece.stored)
-        if {name: (array.shape, array.dtype) for name, array in decoded.items()} != wanted:
-            raise CorruptObjectError("object's arrays are not what the spec says")
+        chunk = Chunk(group, piece.group, piece.start, piece.stored)
+        arrays = decoded(stored, coder, chunk, list(targets))
         for name, target in targets.items():
-            target[:] = decoded[name][:, : piece.used]
+            target[:] = arrays[name][:, : piece.used]
         return size
 
     def _check(self, piece: Piece, header: Header) -> None:
@@ -154,11 +165,5 @@ class Loader:
             or not np.array_equal(tokens[: piece.used], wanted)
             or next_key(previous, tokens.tobytes(), tokens.size) != key
             or (header.namespace != match.namespace and header.namespace.root() != self._root)
-            or header.provenance != EXACT
         ):
             raise CorruptObjectError("object is not the one that its address says")
-
-    def _codec_of(self, header: Header) -> Codec:
-        if len(header.codec) == 1 and header.codec[0] == self._coder.step():
-            return self._coder
-        return codec_of(header.codec)

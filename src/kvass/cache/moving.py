@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvass.cache.blobs import NO_BLOB, ChunkBlob, TierBlob
+from kvass.cache.coding import Target
 from kvass.cache.executor import Copying
 from kvass.cache.match import Match, Piece
 from kvass.cache.pool import KVView
 from kvass.chunks import Tokens, as_tokens
-from kvass.codecs.base import Codec
 from kvass.container import MAX_HEADER_BYTES, read_header
 from kvass.errors import CorruptObjectError, InputError, TierError
 from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key, split_address
@@ -35,13 +35,13 @@ def check_size(size: int, bytes_per_token: int, tokens: int) -> None:
 
 
 def sequence_items(
-    tokens: Tokens, namespace: Namespace, shards: Sequence[int], source: KVView, coder: Codec,
-    chunk_tokens: int, copying: Copying,
+    tokens: Tokens, target: Target, shards: Sequence[int], source: KVView, chunk_tokens: int, copying: Copying
 ) -> list[WriteItem]:  # fmt: skip
     """All objects of a sequence: its whole chunks and the last partial one, every part, in order.
 
     Raises InputError for a namespace or a source that no object can hold.
     """
+    namespace = target.namespace
     written = msgspec.json.encode(namespace)
     if msgspec.json.encode(msgspec.json.decode(written, type=Namespace)) != written:
         raise InputError("the namespace holds values that are not of their fields' types; nothing is stored")
@@ -57,7 +57,7 @@ def sequence_items(
         for group, shard in itertools.product(range(len(namespace.spec.groups)), shards):
             one = address(key, group, shard)
             parent = address(keys[chunk - 1], group, shard) if chunk else None
-            blob = ChunkBlob(coder, namespace, one, parent, root, start, part, source)
+            blob = ChunkBlob(target, one, parent, root, start, part, source)
             held = part if group == 0 else None
             items.append(WriteItem(one, parent, root, start, part.size, held, copying.wrap(blob)))
     return items

@@ -1,78 +1,34 @@
-"""Looking prompts up, loading what is stored of them, and promising it to engines."""
+"""Loading what is stored of prompts, and promising it to engines."""
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import replace
+from functools import partial
 
 from kvass import metrics
-from kvass.cache.finding import find, look
+from kvass.cache.finding import look
 from kvass.cache.loading import Loader, LoadResult, Ready
+from kvass.cache.looking import Looking, TokenIds
 from kvass.cache.match import Match
 from kvass.cache.moving import FAILURES, copy, promotions
 from kvass.cache.pool import KVView, Scratch
+from kvass.cache.recoding import move
 from kvass.cache.staging import stage
-from kvass.cache.tiered import Tiered
-from kvass.chunks import Tokens, as_tokens
+from kvass.chunks import as_tokens
 from kvass.errors import TierUnavailableError
 from kvass.keys import Namespace
-from kvass.tiers.base import Lease
-
-TokenIds = Sequence[int] | npt.NDArray[np.integer]
+from kvass.provenance import codec_of_class
+from kvass.quality import Budget
+from kvass.tiers.base import Lease, Tier
 
 STAGE_SECONDS = 60.0
 """What a staging may take where nobody set a nearer deadline."""
 
 
-class Reading(Tiered):
-    """The half of a cache that reads: lookup, load, prefetch; stage, hold and check for promises."""
-
-    def lookup(
-        self,
-        tokens: TokenIds,
-        namespace: Namespace,
-        *,
-        limit: int | None = None,
-        keys: list[bytes] | None = None,
-        others: Sequence[Namespace] = (),
-        local: bool = False,
-    ) -> Match:
-        """The longest beginning of `tokens` that is stored, to the token, at most `limit` tokens.
-
-        `keys`: the chain of the whole chunks, where the caller has it already. `others`: namespaces that
-        the caller may read too, looked at where `namespace` does not have all; the longest match is
-        returned, and names its own. `local`: only the tiers of this machine are asked. Costs one index read
-        a chunk and namespace, and a round trip to each remote tier where the nearer ones do not have all.
-        Never raises because of a tier. Raises InputError for unusable tokens.
-        """
-        began = time.perf_counter()
-        array = as_tokens(tokens)
-        limit = array.size if limit is None else max(0, min(limit, array.size))
-        until = time.monotonic() + self._exists_seconds
-        match = self._find(array, namespace, limit, keys, until, local)
-        for other in others:
-            if match.length < limit:
-                more = self._find(array, other, limit, None, until, local)
-                match = more if more.length > match.length else match
-        metrics.lookup_tokens.labels("hit").inc(match.length)
-        metrics.lookup_tokens.labels("miss").inc(array.size - match.length)
-        metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return match
-
-    def _find(
-        self,
-        tokens: Tokens,
-        namespace: Namespace,
-        limit: int,
-        keys: list[bytes] | None,
-        until: float,
-        local: bool,
-    ) -> Match:
-        tiers = self._here() if local else self._within(namespace, until)
-        return find(tiers, self._failed, tokens, namespace, self.chunk_tokens, limit, keys, self.shards)
+class Reading(Looking):
+    """The half of a cache that reads: load, prefetch; stage, hold and check for promises."""
 
     def load(
         self, match: Match, into: KVView, *, seconds: float | None = None, ready: Ready | None = None
@@ -85,8 +41,12 @@ class Reading(Tiered):
         What is in remote tiers only is brought to the fastest tier first.
         Never raises because of a tier. Raises InputError where `into` does not fit the spec.
         """
+        nothing = LoadResult(0, 0, 0, 0.0, {})
         if not self._usable():
-            return LoadResult(0, 0, 0, 0.0, {})
+            return nothing
+        codec = codec_of_class(match.namespace.state)
+        if codec is not None and not self._coding.may(match.namespace, codec, "load", match.budget):
+            return self.load(match.beneath, into, seconds=seconds, ready=ready) if match.beneath else nothing
         began = time.monotonic()
         until = None if seconds is None else began + seconds
         try:
@@ -95,21 +55,53 @@ class Reading(Tiered):
                 # some time is left for reading what could be brought
                 self._stage(match, None if until is None or seconds is None else until - seconds / 5)
                 match = match.anywhere()
-                seconds = None if until is None else until - time.monotonic()
                 far = self._is_far(match)
-            tiers = self._within(match.namespace, until)
-            loader = Loader(tiers, self._failed, self._executor, self._codec, match, into, far=far)
-            result = loader.load(seconds, ready)
+            tiers = partial(self._within, until=until)
+            result = self._load(match, into, until, ready, tiers, far=far)
         except TierUnavailableError:  # the cache was closed meanwhile
-            return LoadResult(0, 0, 0, 0.0, {})
+            return nothing
         result = result._replace(seconds=time.monotonic() - began)
         self._after_load(match, result)
-        used = [tier.name for tier in tiers if tier.name in result.tiers]
+        used = [tier.name for tier in self.tiers if tier.name in result.tiers]
         if used:
             metrics.load_seconds.labels(used[-1]).observe(result.seconds)
         for name, size in result.tiers.items():
             metrics.load_bytes.labels(name).inc(size)
         return result
+
+    def _load(
+        self,
+        match: Match,
+        into: KVView,
+        until: float | None,
+        ready: Ready | None,
+        tiers: Callable[[Namespace], list[Tier]],
+        *,
+        far: bool = False,
+    ) -> LoadResult:
+        """Load what is exact of a match, then what is not, until that time (monotonic seconds)."""
+
+        def read(part: Match, start: int, tell: Ready | None) -> LoadResult:
+            loader = Loader(
+                tiers(part.namespace), self._failed, self._executor, self._coding.decoder, part, into,
+                far=far, start=start,
+            )  # fmt: skip
+            return loader.load(None if until is None else until - time.monotonic(), tell)
+
+        below = match.beneath
+        if not below:
+            result = read(match, 0, ready)
+            return result._replace(exact_tokens=0 if codec_of_class(match.namespace.state) else result.tokens)
+        # with windows, how much is in place is certain at the end only
+        windowed = any(group.window is not None for group in match.namespace.spec.groups)
+        exact = read(below, 0, None if windowed else ready)
+        more = read(replace(match, beneath=below.cut(exact.tokens)), exact.tokens, ready)
+        if windowed and ready is not None and more.tokens == exact.tokens > 0:
+            ready(exact.tokens)
+        size = exact.bytes + more.bytes
+        names = exact.tiers.keys() | more.tiers.keys()
+        by_tier = {name: exact.tiers.get(name, 0) + more.tiers.get(name, 0) for name in names}
+        return LoadResult(more.tokens, size, size, 0.0, by_tier, exact.tokens)
 
     def _after_load(self, match: Match, result: LoadResult) -> None:
         """Note the use, and bring what came from a slower tier up."""
@@ -127,11 +119,21 @@ class Reading(Tiered):
 
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
+        run = self._executor.background_io_map
+        fastest = self.tiers[0]
         try:
-            for tier, items in promotions(self._local, self._failed, match, length):
-                copy(tier, self.tiers[0], items, self._executor.background_io_map)
+            for layer in match.layers():
+                recoder = self._coding.recoder(fastest.name, layer.namespace)
+                if recoder is None:
+                    continue
+                found = promotions(self._local, self._failed, layer, min(length, layer.length))
+                for tier, items in found:
+                    if self._coding.alike(tier.name, fastest.name, layer.namespace):
+                        copy(tier, fastest, items, run)
+                    else:
+                        move(tier, fastest, items, recoder, self._failed, run)
         except FAILURES as error:
-            self._failed(self.tiers[0], "promote", error)
+            self._failed(fastest, "promote", error)
 
     def prefetch(self, tokens: TokenIds, namespace: Namespace) -> Match:
         """Look a prompt up and bring what slower tiers have of it to the fastest, in the background."""
@@ -153,9 +155,12 @@ class Reading(Tiered):
         *,
         limit: int | None = None,
         seconds: Callable[[int], float],
+        approximate: Sequence[Namespace] = (),
+        budget: Budget | None = None,
     ) -> "Future[Match]":
         """Look a prompt up in all tiers and bring what only remote ones have to the fastest one, within
-        `seconds(tokens of the hit)`. Gives what this machine's tiers hold then.
+        `seconds(tokens of the hit)`. Gives what this machine's tiers hold then. `approximate` and `budget` as
+        in `lookup`.
 
         Never raises because of a tier: a closed cache gives an empty match.
         """
@@ -163,10 +168,14 @@ class Reading(Tiered):
         began = time.monotonic()
 
         def job() -> Match:
-            match = self.lookup(array, namespace, limit=limit)
+            match = self.lookup(array, namespace, limit=limit, approximate=approximate, budget=budget)
             if self._is_far(match):
                 self._stage(match, began + seconds(match.length))
-                match = self._find(array, namespace, match.length, match.keys, 0.0, local=True)
+                keys = match.keys if match.namespace is namespace else None
+                most = match.length
+                match = self._find(array, namespace, most, keys, 0.0, local=True)
+                if approximate:
+                    match = self._longer(match, approximate, budget, most, 0.0, True)
             return match
 
         try:
@@ -186,11 +195,14 @@ class Reading(Tiered):
 
     def _stage(self, match: Match, until: float | None) -> None:
         until = time.monotonic() + STAGE_SECONDS if until is None else until
-        tiers = self._within(match.namespace, until)
-        with self._turns.wait(match.namespace.root() + b"".join(match.keys[:1]), until) as mine:
-            if mine and self._is_far(match):
-                run = self._executor.staging_io_map
-                stage(tiers, self._failed, match, until, run, lambda: not self._closed)
+        for layer in match.layers():
+            tiers = self._within(layer.namespace, until)
+            with self._turns.wait(layer.namespace.root() + b"".join(layer.keys[:1]), until) as mine:
+                if mine and self._is_far(layer):
+                    stage(
+                        tiers, self._failed, layer, until, self._executor.staging_io_map,
+                        lambda: not self._closed, self._coding,
+                    )  # fmt: skip
 
     def hold(self, match: Match, seconds: float) -> Lease:
         """Keep a match's objects from eviction on this machine until the lease is closed or `seconds` are
@@ -213,9 +225,8 @@ class Reading(Tiered):
     def check(self, match: Match) -> Match:
         """The beginning of a match that this machine's tiers have and that passes verification now."""
         into = Scratch(match.namespace)
-        loader = Loader(self._here(), self._failed, self._executor, self._codec, match.anywhere(), into)
         try:
-            tokens = loader.load(None, None).tokens
+            tokens = self._load(match.anywhere(), into, None, None, lambda _: self._here()).tokens
         except TierUnavailableError:  # the cache was closed meanwhile
             tokens = 0
         return match if tokens == match.length else match.cut(tokens)

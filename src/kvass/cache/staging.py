@@ -10,11 +10,13 @@ from blake3 import blake3
 
 from kvass import metrics
 from kvass.cache.blobs import ReaderBlob
+from kvass.cache.coding import Coding
 from kvass.cache.finding import Failed
 from kvass.cache.match import Match
 from kvass.cache.moving import FAILURES, check_size, promotions, quarantine
-from kvass.container import Reader, read_header, verify
-from kvass.errors import CorruptObjectError
+from kvass.cache.recoding import recoded
+from kvass.container import Blob, Reader, read_header, verify
+from kvass.errors import CorruptObjectError, InputError
 from kvass.keys import KEY_BYTES, address
 from kvass.tiers.base import Run, Tier, WriteItem
 
@@ -53,14 +55,24 @@ class Turns:
 
 
 def stage(
-    tiers: Sequence[Tier], failed: Failed, match: Match, until: float, run: Run, going: Callable[[], bool]
-) -> None:
+    tiers: Sequence[Tier], failed: Failed, match: Match, until: float, run: Run, going: Callable[[], bool],
+    coding: Coding,
+) -> None:  # fmt: skip
     """Bring what `tiers[0]` lacks of a match to it, parents first, until that time (monotonic seconds).
 
     What cannot be had, fails its digests or comes too late ends the staging of its part. Never raises
     because of a tier.
     """
     sizes = [group.bytes_per_token for group in match.namespace.spec.groups]
+    recoder = coding.recoder(tiers[0].name, match.namespace)
+    if recoder is None:
+        return
+
+    def taken(source: Tier, item: WriteItem, reader: Reader) -> Blob:
+        if coding.alike(source.name, tiers[0].name, match.namespace):
+            return ReaderBlob(reader)
+        return recoded(reader, item, item.address, recoder)
+
     try:
         found = promotions(tiers, failed, match, match.length)
     except FAILURES as error:
@@ -73,7 +85,7 @@ def stage(
         if time.monotonic() >= until or not going():
             return
         wanted = [one for one in batch if one[1].address[KEY_BYTES:] not in cut]
-        cut |= _bring(tiers[0], failed, wanted, sizes, run, going)
+        cut |= _bring(tiers[0], failed, wanted, sizes, run, going, taken)
 
 
 def _batches(items: Sequence[_Item], sizes: Sequence[int]) -> Iterator[list[_Item]]:
@@ -97,6 +109,7 @@ def _bring(
     sizes: Sequence[int],
     run: Run,
     going: Callable[[], bool],
+    taken: Callable[[Tier, WriteItem, Reader], Blob],
 ) -> set[bytes]:
     """Fetch, verify and write a batch. The parts (group, shard) of which an object is missing now."""
     lost: set[bytes] = set()
@@ -108,17 +121,19 @@ def _bring(
                 return False
             try:
                 reader = _fetched(source, failed, item, sizes, stack)
+                if reader is not None:
+                    blobs[item.address] = taken(source, item, reader)
+                    fetched[item.address] = reader.size
             except KeyError:
                 return False
-            except FAILURES as error:
+            except (*FAILURES, InputError) as error:
                 failed(source, "stage", error)
                 return False
-            if reader is not None:
-                blobs[item.address] = ReaderBlob(reader)
-            return reader is not None
+            return item.address in blobs
 
         sources = {item.address: source for source, item in items}
-        blobs: dict[bytes, ReaderBlob] = {}
+        blobs: dict[bytes, Blob] = {}
+        fetched: dict[bytes, int] = {}
         list(run(fetch, [item for _, item in items]))
         whole: list[WriteItem] = []
         for _, item in items:
@@ -129,7 +144,7 @@ def _bring(
         try:
             done = target.write(whole, run)
             for item in whole:
-                metrics.load_bytes.labels(sources[item.address].name).inc(blobs[item.address].size)
+                metrics.load_bytes.labels(sources[item.address].name).inc(fetched[item.address])
         except FAILURES as error:
             failed(target, "stage", error)
             done = [False] * len(whole)

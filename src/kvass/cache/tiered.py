@@ -5,18 +5,18 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from kvass import metrics
+from kvass.cache.coding import Coding, check_order
 from kvass.cache.executor import Executor
 from kvass.cache.moving import FAILURES
 from kvass.cache.staging import Turns
 from kvass.clock import Clock, system_clock
-from kvass.codecs.base import Codec
-from kvass.codecs.raw import Raw
 from kvass.keys import Namespace
+from kvass.quality import Budget, Gate
 from kvass.tiers.base import Tier
 
 log = logging.getLogger("kvass.cache")
@@ -41,11 +41,21 @@ class Tiered:
         exists_seconds: float = 0.2,
         lane_objects: int = 4096,
         clock: Clock = system_clock,
+        codecs: Mapping[str, str] | None = None,
+        gate: Gate | None = None,
+        budget: Budget | None = None,
     ):
         """`tiers`: fastest first, remote ones last; closed with the cache. `shards`: the parts of each group
         (tensor-parallel ranks) that lookups must find and stores write. `exists_seconds`: what a lookup
-        waits for remote tiers, all together. `lane_objects`: how many objects may wait for a lower tier."""
+        waits for remote tiers, all together. `lane_objects`: how many objects may wait for a lower tier.
+        `codecs`: what tiers store by, by their names; raw where nothing is said. `gate`: says what lossy
+        state may be used, within `budget` where a request sets none; without a gate none is. Raises
+        ConfigError for codecs that there are not, or that cannot be had of what the fastest tier stores."""
         self.tiers = list(tiers)
+        self._warned: set[tuple[str, str]] = set()
+        self._guard = threading.Lock()
+        self._coding = Coding(codecs or {}, gate, budget, self._say_once)
+        check_order(self._coding, [tier.name for tier in self.tiers])
         self.chunk_tokens = chunk_tokens
         self.shards = shards
         self.unavailable: dict[str, str] = {}
@@ -61,9 +71,6 @@ class Tiered:
             far=self.remote,
         )
         self._turns = Turns()
-        self._codec: Codec = Raw()
-        self._warned: set[tuple[str, str]] = set()
-        self._guard = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
         _open.add(self)
@@ -133,11 +140,15 @@ class Tiered:
         self._warn_once(tier.name, operation, f"{operation} failed in the {tier.name} tier: {error}")
 
     def _warn_once(self, where: str, operation: str, message: str) -> None:
+        text = f"{message}; treated as a miss, counted in kvass_errors_total from now on"
+        self._say_once(where, operation, text)
+
+    def _say_once(self, where: str, operation: str, text: str) -> None:
         with self._guard:
             if (where, operation) in self._warned:
                 return
             self._warned.add((where, operation))
-        log.warning("kvass: %s; treated as a miss, counted in kvass_errors_total from now on", message)
+        log.warning("kvass: %s", text)
 
 
 def _close_all() -> None:

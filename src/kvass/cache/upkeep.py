@@ -1,15 +1,19 @@
 """What an operator does with what is stored: pin, forget, remove, list, verify, explain."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvass.cache.inspection import Explanation, StoredChunk, explanation, opener
+from kvass.cache.looking import TokenIds
 from kvass.cache.moving import FAILURES
 from kvass.cache.pool import Pool
-from kvass.cache.reading import STAGE_SECONDS, Reading, TokenIds
+from kvass.cache.reading import STAGE_SECONDS, Reading
 from kvass.chunks import Tokens, as_tokens
+from kvass.codecs.registry import NotDecodableError, is_lossless
 from kvass.errors import CorruptObjectError
 from kvass.keys import Namespace, address, chain, next_key, parse_address
+from kvass.provenance import codec_of_class
+from kvass.quality import Budget
 from kvass.tiers.base import Tier, Usage
 
 
@@ -34,40 +38,44 @@ class Upkeep(Reading):
 
     def forget(self, tokens: TokenIds, namespace: Namespace, *, keep: int = 0) -> int:
         """Delete a prompt's stored chunks from the one that holds token `keep` on, with everything stored
-        behind them, in every tier; objects deleted. Pins do not hold against this."""
+        behind them, in every tier, and what lossy codecs made of them; objects deleted. Pins do not hold
+        against this."""
         array = as_tokens(tokens)
+        self._executor.flush()
+        until = time.monotonic() + STAGE_SECONDS
+        return sum(
+            self._forget(array, space, keep, until) for space in (namespace, *self._coding.classes(namespace))
+        )
+
+    def _forget(self, array: Tokens, namespace: Namespace, keep: int, until: float) -> int:
         first = max(0, min(keep, array.size)) // self.chunk_tokens
         keys = chain(namespace.root(), array, self.chunk_tokens)
         parent = address(keys[first - 1] if first else namespace.root(), 0)
         whole = [address(keys[first], 0)] if first < len(keys) else []
         rest = array[first * self.chunk_tokens :][: self.chunk_tokens]
-        self._executor.flush()
-        until = time.monotonic() + STAGE_SECONDS
+        gone = 0
         # In turn with stagings: one under way would bring back what it fetched before.
         with self._turns.wait(namespace.root() + b"".join(keys[:1]), until):
-            return self._forget(array, namespace, keys, first, parent, whole, rest)
-
-    def _forget(
-        self, array: Tokens, namespace: Namespace, keys: list[bytes], first: int, parent: bytes,
-        whole: list[bytes], rest: Tokens,
-    ) -> int:  # fmt: skip
-        gone = 0
-        for tier in reversed(self._within(namespace)):  # slowest first: nothing can be promoted from it then
-            try:
-                if tier.remote:
-                    gone += tier.delete(self._parts(array, namespace, keys, first))
-                    continue
-                gone += tier.delete(whole)
-                while (child := tier.nearest_child(parent, rest)) and child.common in (
-                    rest.size,
-                    child.length,
-                ):
-                    went = tier.delete([child.address])
-                    gone += went
-                    if not went:
-                        break
-            except FAILURES as error:
-                self._failed(tier, "forget", error)
+            for tier in reversed(
+                self._within(namespace)
+            ):  # slowest first: nothing can be promoted from it then
+                try:
+                    if tier.remote:
+                        if self._coding.far(tier.name, namespace):
+                            gone += tier.delete(self._parts(array, namespace, keys, first))
+                        continue
+                    if namespace.state == "exact" or any(tier.contains(whole)):
+                        gone += tier.delete(whole)
+                    while (child := tier.nearest_child(parent, rest)) and child.common in (
+                        rest.size,
+                        child.length,
+                    ):
+                        went = tier.delete([child.address])
+                        gone += went
+                        if not went:
+                            break
+                except FAILURES as error:
+                    self._failed(tier, "forget", error)
         return gone
 
     def _parts(self, tokens: Tokens, namespace: Namespace, keys: list[bytes], first: int) -> list[bytes]:
@@ -93,12 +101,26 @@ class Upkeep(Reading):
 
     # -- looking --------------------------------------------------------------------------------------
 
-    def explain(self, tokens: TokenIds, namespace: Namespace, *, context: int = 16) -> Explanation:
+    def explain(
+        self,
+        tokens: TokenIds,
+        namespace: Namespace,
+        *,
+        context: int = 16,
+        approximate: Sequence[Namespace] = (),
+        budget: Budget | None = None,
+    ) -> Explanation:
         """Why a prompt hits as far as it does: the first token that differs from the nearest stored text,
         and up to `context` tokens of both from there on. Looks at this machine's tiers, and scans them where
-        the texts part at a chunk's start, or where more is asked for than one chunk holds."""
-        match = self.lookup(tokens, namespace, local=True)
-        return explanation(self._here(), self._failed, match, context)
+        the texts part at a chunk's start, or where more is asked for than one chunk holds. `approximate` and
+        `budget` as in `lookup`; `verdicts` says of lossy codecs whether they may be used, and why."""
+        match = self.lookup(tokens, namespace, local=True, approximate=approximate, budget=budget)
+        found = explanation(self._here(), self._failed, match, context)
+        asked = [name for space in approximate if (name := codec_of_class(space.state))]
+        names = dict.fromkeys([*asked, *(self._coding.name(tier.name) for tier in self.tiers)])
+        lossy = [name for name in names if name in asked or not is_lossless(name)]
+        verdicts = {name: self._coding.verdict(namespace, name, budget) for name in lossy}
+        return found._replace(verdicts=verdicts)
 
     def context(self, tokens: TokenIds, namespace: Namespace) -> tuple[int, Pool]:
         """What is stored of a prompt, as arrays: how many tokens, and a pool that holds their KV.
@@ -120,7 +142,9 @@ class Upkeep(Reading):
         try:
             for entry in tier.scan():
                 if root is None or entry.root == root:
-                    yield StoredChunk(tier.name, entry, opener(tier.within(entry.root), entry))
+                    yield StoredChunk(
+                        tier.name, entry, opener(tier.within(entry.root), entry, self._coding.decoder)
+                    )
         except FAILURES as error:
             self._failed(tier, "scan", error)
 
@@ -146,6 +170,8 @@ class Upkeep(Reading):
     def _verify_one(tier: Tier, stored: StoredChunk) -> None:
         try:
             stored.arrays()
+        except NotDecodableError:
+            pass  # its digests are right, and that is all that can be said here
         except CorruptObjectError:
             tier.quarantine(stored.entry.address)
             raise

@@ -6,7 +6,20 @@ from typing import NoReturn
 import typer
 from rich.markup import escape
 
-from kvass.cli import benching, doctor, explaining, looking, serving, sizing, top, trying, warming
+from kvass.cli import (
+    benching,
+    calibrating,
+    doctor,
+    explaining,
+    looking,
+    quality,
+    recoding,
+    serving,
+    sizing,
+    top,
+    trying,
+    warming,
+)
 from kvass.cli.output import err
 from kvass.errors import KvassError
 
@@ -21,9 +34,12 @@ for _command in (
     looking.verify,
     looking.rm,
     looking.stats,
+    recoding.recode,
     top.top,
     explaining.explain,
     sizing.size,
+    calibrating.calibrate,
+    quality.quality,
     doctor.doctor,
     warming.warm,
     serving.serve,

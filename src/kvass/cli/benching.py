@@ -2,14 +2,27 @@
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvass.cli.output import AsJson, Model, err, needs_server, needs_transformers, out, print_json, progress
+from kvass.cli.output import (
+    AsJson,
+    Model,
+    err,
+    needs_server,
+    needs_transformers,
+    out,
+    print_json,
+    progress,
+    progress_to,
+)
+from kvass.cli.quality import plotted
 from kvass.config import Settings
 from kvass.errors import InputError
 
@@ -199,6 +212,53 @@ def bench_vllm(
         progress=err.print,
     )  # fmt: skip
     _report(found, as_json)
+
+
+@app.command("codec")
+def bench_codec(
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the picture to this PNG file (needs kvass[plot]).")
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Held texts to measure on, at most.")] = 99,
+    contexts: Annotated[int, typer.Option(min=0, help="Contexts with planted facts.")] = 30,
+    levels: Annotated[
+        str, typer.Option(help="Codecs of kvass to measure, with commas between.")
+    ] = "lossless,int8,kivi4,kivi2,q1,q2,q3,q4",
+    rounds: Annotated[int, typer.Option(min=0, help="Interleaved rounds of speeds; 0: none.")] = 5,
+    model: Model = "smollm2-135m",
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Bits, KL and facts kept of all codecs beside published schemes, and their speed; about an hour.
+
+    Example: kvass bench codec --texts 2 --contexts 3 --rounds 3
+    """
+    needs_transformers()
+    from kvass.bench import codec, codec_plot
+
+    if plot is not None:
+        codec_plot.check_plottable(plot)
+    with progress_to("codec") as told:
+        found = codec.run(
+            disk, Settings.load().models_path, model=model, texts=texts, contexts=contexts,
+            codecs=[one for one in levels.split(",") if one], rounds=rounds, progress=told,
+        )  # fmt: skip
+    if plot is not None:
+        codec_plot.write_png(
+            plot, found.ours, found.baselines, f"{found.report['model']}: what codecs store and cost"
+        )
+    if as_json:
+        print_json(found.report)
+        return
+    shown = [*found.ours, *codec_plot.on_the_line(found.baselines)]
+    out.print(
+        f"{escape(found.report['model'])}: kvass' codecs, and the baselines that no other baseline beats"
+    )
+    for mark, one in zip(cycle(ascii_lowercase), shown, strict=False):
+        out.print(f"{mark} {one.codec}: {one.bits:.2f} bits, KL {one.kl_mean:.2g}", markup=False)
+    for line in plotted(shown):
+        out.print(line, markup=False, soft_wrap=True)
+    _report({name: one for name, one in found.report.items() if name not in ("codecs", "baselines")}, False)
 
 
 def _against(peer: str, rounds: int, model: str, disk: Path) -> dict[str, Any]:

@@ -45,21 +45,24 @@ def explain(
     if chat and isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     needs_transformers()
-    from kvass.engines.transformers import identify, load_model, shared_with
+    from kvass.engines.transformers import Engine, load_model
+    from kvass.engines.transformers.hosting import kept_under
     from kvass.serve.answers import Answers
     from kvass.serve.prompts import ChatEncoder
 
     settings = Settings.load()
     salt = tenant_salt(settings, tenant)
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
-    namespace = shared_with(loaded, settings, salt) or identify(loaded.model, tenant_salt=salt).namespace
+    engine = Engine(loaded.model, None, tenant_salt=salt, shared=kept_under(loaded, settings, salt))
+    namespace = engine.namespace
     encoder = ChatEncoder(loaded, Answers(settings.state_path))  # as a server would
     if isinstance(asked, str):
         tokens = encoder.text(asked, special=True)
     else:
         tokens = encoder.encode(asked, root=namespace.root())
     with KVCache.open(settings) as cache:
-        found = cache.explain(tokens, namespace, context=_LOOKED_AT)
+        allowed = cache.approximations(namespace) if settings.allow_lossy else []
+        found = cache.explain(tokens, namespace, context=_LOOKED_AT, approximate=allowed)
     difference, cause = None, None
     if found.difference is not None:
         at, mine, other = found.difference
@@ -82,6 +85,7 @@ def explain(
                 "difference": difference,
                 "cause": cause.name if cause else None,
                 "fix": cause.fix if cause else None,
+                "lossy": {name: verdict._asdict() for name, verdict in found.verdicts.items()},
             }
         )
         return
@@ -91,6 +95,9 @@ def explain(
         out.print(f"  stored: {escape(repr(difference['stored']))}")
     if cause is not None:
         out.print(f"  cause:  {escape(cause.name)}\n  fix:    {escape(cause.fix)}")
+    for name, verdict in found.verdicts.items():
+        said = "may be used" if verdict.allowed else "is not used"
+        out.print(f"  {name} {said}: {escape(verdict.reason)}", soft_wrap=True)
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from kvass.cache import KVCache, StoredChunk
 from kvass.cli.output import AsJson, Tenant, out, print_json, progress, size, when
+from kvass.codecs.registry import NotDecodableError
 from kvass.config import Settings
 from kvass.errors import CorruptObjectError, InputError
 from kvass.keys import tenant_digest
+from kvass.provenance import Lossy
 from kvass.serve.tenants import tenant_salt
 
 
@@ -24,23 +26,25 @@ def list_objects(
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """List stored objects of this tenant: address, tokens, size, tier, model.
+    """List stored objects of this tenant: address, tier, model, tokens, size, codec, how much
+    smaller than raw, provenance.
 
     Example: kvass ls --tier disk --limit 10
     """
     with _opened(tenant) as (cache, salt):
-        _known_tier(cache, tier)
+        known_tier(cache, tier)
         shown = list(islice(_own(cache, salt, tier), limit))
     if as_json:
         print_json([_row(stored, header) for stored, header in shown])
         return
-    table = Table("address", "tier", "model", "tokens", "size", "last used")
+    table = Table("address", "tier", "model", "tokens", "size", "codec", "ratio", "provenance", "last used")
     for stored, header in shown:
         entry = stored.entry
         span = f"{entry.position}-{entry.position + entry.length - 1}"
         table.add_row(
             f"{stored.address[:16]}…-{header.group}", stored.tier, escape(header.namespace.model), span,
-            size(entry.size), when(entry.accessed),
+            size(entry.size), _codec(header), f"{_ratio(stored, header):.2f}", header.namespace.state,
+            when(entry.accessed),
         )  # fmt: skip
     out.print(table)
     if len(shown) == limit:
@@ -56,7 +60,8 @@ def _opened(tenant: str | None) -> Iterator[tuple[KVCache, str]]:
         yield cache, salt
 
 
-def _known_tier(cache: KVCache, tier: str | None) -> None:
+def known_tier(cache: KVCache, tier: str | None) -> None:
+    """Raises InputError, naming those there are, for a tier that the cache does not have."""
     names = [one.name for one in cache.tiers]
     if tier is not None and tier not in names:
         raise InputError(f"there is no tier called {tier!r}; there are: {', '.join(names) or 'none'}")
@@ -81,8 +86,20 @@ def _row(stored: StoredChunk, header: Any) -> dict[str, Any]:
     return {
         "address": stored.address, "tier": stored.tier, "model": header.namespace.model,
         "position": entry.position, "tokens": entry.length, "bytes": entry.size, "created": entry.created,
-        "last_used": entry.accessed, "pinned_until": entry.pinned_until,
+        "last_used": entry.accessed, "pinned_until": entry.pinned_until, "codec": _codec(header),
+        "ratio": round(_ratio(stored, header), 3), "provenance": header.namespace.state,
     }  # fmt: skip
+
+
+def _codec(header: Any) -> str:
+    return " > ".join(step.name for step in header.codec)
+
+
+def _ratio(stored: StoredChunk, header: Any) -> float:
+    """How many times smaller an object is than its KV as the engine has it."""
+    group = header.namespace.spec.groups[header.group]
+    raw: int = group.bytes_per_token * len(header.tokens)
+    return raw / max(1, stored.entry.size)
 
 
 def show(
@@ -90,13 +107,17 @@ def show(
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one object: header, provenance, size per layer; its bytes are verified.
+    """Show one object: header, provenance, size, codec, size per layer in memory; its bytes are verified.
 
     Example: kvass show 3f9a12
     """
     with _opened(tenant) as (cache, salt):
         stored, header = _find(cache, salt, key)
-        arrays = stored.arrays()
+        arrays, decodes = {}, "every layer's digest matches"
+        try:
+            arrays = stored.arrays()
+        except NotDecodableError as error:
+            decodes += f"; nothing here decodes it: {error}"
     layers = {name: [layer.nbytes for layer in array] for name, array in arrays.items()}
     described = {
         **_row(stored, header), "header": msgspec.to_builtins(header), "verified": True,
@@ -115,19 +136,25 @@ def show(
         ("tokens", f"{header.position} to {header.position + len(header.tokens) - 1}"),
         ("follows", header.parent or "(the start)"),
         ("layers", f"{len(group.layers)} of kind {group.kind}, {group.kv_heads} KV heads, {group.dtype}"),
-        ("codec", " > ".join(step.name for step in header.codec)),
-        ("provenance", header.provenance.kind),
-        ("size", f"{size(stored.entry.size)}; per layer: {_per_layer(layers)}"),
+        ("codec", f"{_codec(header)}, {_ratio(stored, header):.2f} times smaller than raw"),
+        ("provenance", _provenance(header)),
+        ("size", f"{size(stored.entry.size)}; per layer in memory: {_per_layer(layers)}"),
         ("created", when(stored.entry.created)),
         ("pinned until", when(stored.entry.pinned_until)),
-        ("verified", "every layer's digest matches"),
+        ("verified", decodes),
     ):
         table.add_row(name, escape(value))
     out.print(table)
 
 
+def _provenance(header: Any) -> str:
+    done = header.provenance
+    tables = f", by the tables {done.tables[:12]}" if isinstance(done, Lossy) else ""
+    return f"{header.namespace.state}{tables}"
+
+
 def _per_layer(layers: dict[str, list[int]]) -> str:
-    return ", ".join(f"{name} {size(sizes[0])}" for name, sizes in layers.items())
+    return ", ".join(f"{name} {size(sizes[0])}" for name, sizes in layers.items()) or "-"
 
 
 def _find(cache: KVCache, salt: str, key: str) -> tuple[StoredChunk, Any]:

@@ -56,14 +56,18 @@ def warm(
     sources.gather()  # what is wrong is said before the seconds that a model takes to load
     read_template(template)
 
-    from kvass.engines.transformers import Engine, load_model, shared_with
+    from kvass.engines.transformers import Engine, load_model
+    from kvass.engines.transformers.hosting import kept_under
     from kvass.serve.tenants import tenant_salt
     from kvass.serve.warm import Warmer
 
     salt = tenant_salt(settings, tenant)
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
     with KVCache.open(settings) as cache:
-        engine = Engine(loaded.model, cache, tenant_salt=salt, shared=shared_with(loaded, settings, salt))
+        engine = Engine(
+            loaded.model, cache, tenant_salt=salt, shared=kept_under(loaded, settings, salt),
+            allow_lossy=settings.allow_lossy,
+        )  # fmt: skip
         warmer = Warmer(loaded, engine, cache, sources, reserve=reserve, template=template, out=folder)
         seen = warmer.signature()
         _once(warmer, as_json, watch)

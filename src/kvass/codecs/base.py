@@ -1,10 +1,20 @@
 """The contract of a codec; `kvass.testing.codecs` is its conformance suite."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvass.container import Array, CodecStep
 from kvass.spec import LayerGroup
+
+
+class Chunk(NamedTuple):
+    """What a chunk's arrays belong to: the layer group and its number in the spec, the position of the first
+    token in its sequence, and how many tokens there are."""
+
+    group: LayerGroup
+    number: int
+    start: int
+    tokens: int
 
 
 class Codec(Protocol):
@@ -19,10 +29,21 @@ class Codec(Protocol):
     in_place: bool
 
     def step(self) -> CodecStep:
-        """What the header records, enough to decode."""
+        """What the header records, enough to decode; of a lossy codec with `{"tables": digest}`."""
 
-    def encode(self, arrays: Mapping[str, Array], spec: LayerGroup) -> dict[str, Array]:
-        """Canonical arrays `k`, `v` `[layers, tokens, heads, dim]` to stored arrays `[layers, ...]`."""
+    def encode(self, arrays: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
+        """Canonical arrays to stored ones.
 
-    def decode(self, stored: Mapping[str, Array], spec: LayerGroup, tokens: int) -> dict[str, Array]:
-        """Stored arrays back to canonical ones. Raises CorruptObjectError when they do not fit the spec."""
+        Canonical: `k` (after RoPE) and `v` `[layers, tokens, kv_heads, dim]` in the group's dtype; in an
+        engine's own layout one array `kv` `[layers, tokens, width]`, which lossless codecs take as well.
+        Stored: arrays whose first axis has rows that are C-contiguous, each with a digest of its own:
+        `[layers, ...]`, or `[1, bytes]` uint8 where a stream goes over all layers. Raises InputError for
+        values that the codec cannot keep (not finite, a position behind its tables): nothing is stored.
+        """
+
+    def decode(self, stored: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
+        """Stored arrays, which may be hostile, back to canonical ones.
+
+        Takes time and memory in proportion to the chunk, whatever they say. Raises CorruptObjectError where
+        they do not fit it.
+        """

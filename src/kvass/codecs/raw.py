@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from kvass.codecs.base import Chunk
 from kvass.container import Array, CodecStep
 from kvass.errors import CorruptObjectError
-from kvass.spec import LayerGroup, numpy_dtype
+from kvass.spec import numpy_dtype
 
 
 class Raw:
@@ -18,16 +19,17 @@ class Raw:
         """`raw`, without parameters."""
         return CodecStep(self.name)
 
-    def encode(self, arrays: Mapping[str, Array], spec: LayerGroup) -> dict[str, Array]:
+    def encode(self, arrays: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
         """The same arrays, not copied."""
         return dict(arrays)
 
-    def decode(self, stored: Mapping[str, Array], spec: LayerGroup, tokens: int) -> dict[str, Array]:
+    def decode(self, stored: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
         """The same arrays, checked against the spec."""
+        group = chunk.group
         for name in ("kv",) if "kv" in stored else ("k", "v"):
             array = stored.get(name)
-            if array is None or array.shape != spec.shape(name, tokens):
+            if array is None or array.shape != group.shape(name, chunk.tokens):
                 raise CorruptObjectError(f"array {name!r} does not have the shape that its spec says")
-            if array.dtype != numpy_dtype(spec.dtype):
-                raise CorruptObjectError(f"array {name!r} is {array.dtype}, not {spec.dtype}")
+            if array.dtype != numpy_dtype(group.dtype):
+                raise CorruptObjectError(f"array {name!r} is {array.dtype}, not {group.dtype}")
         return dict(stored)

@@ -20,6 +20,7 @@ from kvass.config import Settings
 from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
+from kvass.quality import Budget
 from kvass.serve.common import ERROR_HANDLERS, metrics_page
 from kvass.serve.errors import ApiError, error_body
 from kvass.serve.guard import ARRIVED, TENANT
@@ -28,7 +29,7 @@ from kvass.serve.replies import ChatShape, CompletionShape
 from kvass.serve.reply import RunResponse
 from kvass.serve.run import Asked, Run, Speed
 from kvass.serve.scheduler import Busy, Scheduler, Stopping
-from kvass.serve.schemas import ChatRequest, CompletionRequest, KvassOptions
+from kvass.serve.schemas import ChatRequest, CompletionRequest, LossyOptions
 from kvass.serve.tenants import Tenants, tenant_salt
 
 log = logging.getLogger("kvass.serve")
@@ -58,10 +59,16 @@ class Service:
         """The salt of a tenant; of the settings where there are no tenants."""
         return tenant_salt(self.settings, tenant or None)
 
-    def scope(self, tenant: str, options: KvassOptions) -> Scope:
+    def scope(self, tenant: str, options: LossyOptions) -> Scope:
         """What a request of a tenant may load and keep."""
         salts = tuple(self.salt(name) for name in self.tenants.public if name != tenant)
-        return Scope(self.salt(tenant), salts, options.load, options.keep)
+        settings, asked = self.settings, options.budget
+        lossy = settings.allow_lossy if options.lossy is None else options.lossy
+        budget = Budget(
+            settings.lossy_max_kl if asked.kl is None else asked.kl,
+            settings.lossy_max_facts_lost if asked.facts_lost is None else asked.facts_lost,
+        )
+        return Scope(self.salt(tenant), salts, options.load, options.keep, lossy, budget)
 
     def root(self, tenant: str) -> bytes:
         """The root of a tenant's namespace, under which its answers are remembered."""
@@ -169,7 +176,7 @@ def make_app(service: Service) -> FastAPI:
     }  # fmt: skip
 
     async def started(
-        request: Request, tenant: str, options: KvassOptions, prepare: Callable[[], list[Asked]], param: str
+        request: Request, tenant: str, options: LossyOptions, prepare: Callable[[], list[Asked]], param: str
     ) -> Run:
         try:
             service.scheduler.check_room(tenant)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvass import metrics
 from kvass.engines.transformers import Sampling, Scope, Step, Usage
+from kvass.provenance import EXACT
 from kvass.serve.errors import FAULT
 from kvass.serve.logprobs import PromptLogprobs, TokenLogprob, logprobs
 from kvass.serve.prompts import ChatEncoder
@@ -222,7 +223,8 @@ class Run:
         }
 
     def report(self) -> dict[str, Any]:
-        """What was reused: tokens, bytes by tier, seconds of loading, and what that saved, about."""
+        """What was reused: tokens, bytes by tier, seconds of loading, and what that saved, about; and upon
+        what the answers were computed: `exact`, or the classes of lossy state."""
         firsts = [job.usage for job in self._firsts()]
         tiers: dict[str, int] = {}
         for one in firsts:
@@ -230,12 +232,15 @@ class Run:
                 tiers[tier] = tiers.get(tier, 0) + size
         cached = sum(one.cached_tokens for one in firsts)
         seconds = sum(one.load_seconds for one in firsts)
+        found = dict.fromkeys(choice.job.usage.provenance for choice in self._choices)
         return {
             "hit_tokens": cached,
             "computed_tokens": sum(one.prompt_tokens for one in firsts) - cached,
             "loaded_bytes": tiers,
             "load_seconds": round(seconds, 6),
             "saved_seconds": self._speed.saved(cached, seconds),
+            "exact_tokens": sum(one.exact_tokens for one in firsts),
+            "provenance": ",".join([one for one in found if one != EXACT.kind] or [EXACT.kind]),
         }
 
 

@@ -21,7 +21,23 @@ class KvassOptions(BaseModel):
     keep: bool = True
 
 
-class CompletionOptions(KvassOptions):
+class Budget(BaseModel):
+    """What lossy state may cost: mean KL per token in nats, and share of facts lost; else the settings'."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    kl: Annotated[float, Field(ge=0)] | None = None
+    facts_lost: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class LossyOptions(KvassOptions):
+    """`lossy`: whether state of lossy codecs may be used; else as `allow_lossy` is set."""
+
+    lossy: bool | None = None
+    budget: Budget = Budget()
+
+
+class CompletionOptions(LossyOptions):
     """`special_tokens`: in the prompt, texts of special tokens stand for these."""
 
     special_tokens: bool = False
@@ -43,7 +59,7 @@ class _Request(_Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    kvass: KvassOptions = KvassOptions()
+    kvass: LossyOptions = LossyOptions()
 
     def stops(self) -> tuple[str, ...]:
         """The texts before which an answer ends."""

@@ -46,7 +46,8 @@ def run(
     one ends at once, which loses nothing that was stored.
     """
     from kvass.cache import KVCache
-    from kvass.engines.transformers import Engine, load_model, shared_with
+    from kvass.engines.transformers import Engine, load_model
+    from kvass.engines.transformers.hosting import kept_under
     from kvass.serve.answers import Answers
     from kvass.serve.app import Service, make_app
     from kvass.serve.prompts import ChatEncoder
@@ -57,7 +58,8 @@ def run(
         cache = stack.enter_context(KVCache.open(settings))
         engine = Engine(
             loaded.model, cache, tokenizer=loaded.tokenizer, tenant_salt=settings.tenant_salt,
-            spare_pools=settings.serve_slots, shared=shared_with(loaded, settings, settings.tenant_salt),
+            spare_pools=settings.serve_slots, shared=kept_under(loaded, settings, settings.tenant_salt),
+            allow_lossy=settings.allow_lossy,
         )  # fmt: skip
         answers = Answers(settings.state_path)
         stack.callback(answers.close)

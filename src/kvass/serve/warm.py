@@ -153,7 +153,7 @@ class Warmer:
         """Have one context stored, and note what it took. Returns the seconds of prefill."""
         began = time.perf_counter()
         usage = Usage()
-        if self._cache.lookup(tokens, self._engine.namespace).length < tokens.size:
+        if self._stored(tokens) < tokens.size:
             there = 0
 
             def note(n: int) -> None:
@@ -172,11 +172,16 @@ class Warmer:
         warmed.seconds = round(time.perf_counter() - began, 3)
         return usage.prefill_seconds
 
+    def _stored(self, tokens: Tokens) -> int:
+        """How many tokens of a context requests would find, lossy ones too where the engine allows these."""
+        namespace = self._engine.namespace
+        allowed = self._cache.approximations(namespace) if self._engine.allow_lossy else []
+        return self._cache.lookup(tokens, namespace, approximate=allowed).length
+
     def _finish(self, report: Report, contexts: Sequence[Context], prefill_seconds: float) -> None:
         self._cache.flush()
-        namespace = self._engine.namespace
         for warmed, context in zip(report.contexts, contexts, strict=False):
-            warmed.stored_tokens = self._cache.lookup(context.tokens, namespace).length
+            warmed.stored_tokens = self._stored(context.tokens)
         report.hit_tokens = sum(one.hit_tokens for one in report.contexts)
         report.read_tokens = sum(one.read_tokens for one in report.contexts)
         report.read_share = round(report.read_tokens / report.tokens, 6)

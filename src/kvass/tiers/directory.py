@@ -3,6 +3,7 @@
 On a tmpfs it is the shared host tier; elsewhere it is durable and files are fsynced. The protocol
 (docs/tiers.md): reserve room in the index, write and rename, commit in the index; unlink before the row
 goes. Whoever dies in between leaves an intent that names what to undo, so nothing is ever searched for.
+More than 500 lines: every verb is one transaction of that protocol, and none makes sense without the others.
 """
 
 import contextlib
@@ -316,9 +317,24 @@ class DirectoryTier(Tier):
 
     def _write_file(self, owner: Owner, item: WriteItem) -> bool:
         """Write an object and rename it into place. On failure nothing is left and False returned."""
-        temporary = owner.temporary(item.address)
+        temporary = self._write_temporary(owner, item)
+        if temporary is None:
+            return False
         final = self._path(item.address)
-        placed = False
+        try:
+            final.parent.mkdir(mode=0o700, exist_ok=True)
+            temporary.rename(final)
+        except OSError as error:
+            self._not_stored(error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return False
+        return True
+
+    def _write_temporary(self, owner: Owner, item: WriteItem) -> Path | None:
+        """Write an object under the owner's `tmp/`. On failure nothing is left and None returned."""
+        temporary = owner.temporary(item.address)
+        written = False
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -330,17 +346,18 @@ class DirectoryTier(Tier):
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            final.parent.mkdir(mode=0o700, exist_ok=True)
-            temporary.rename(final)
-            placed = True
+            written = True
         except (OSError, KvassError) as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._dropped("full" if full else "error", 1, f"an object was not stored in {self.path}: {error}")
+            self._not_stored(error)
         finally:
-            if not placed:
+            if not written:
                 with contextlib.suppress(OSError):
                     temporary.unlink()
-        return placed
+        return temporary if written else None
+
+    def _not_stored(self, error: BaseException) -> None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self._dropped("full" if full else "error", 1, f"an object was not stored in {self.path}: {error}")
 
     def _commit(
         self, index: Index, owner: Owner, there: set[bytes], items: Sequence[WriteItem], placed: set[bytes]
@@ -397,6 +414,55 @@ class DirectoryTier(Tier):
                 if pinned:
                     index.put(txn, item.address, record._replace(pinned_until=pinned))
         return gone
+
+    def replace(self, item: WriteItem) -> bool:
+        """Write an object in place of the one at its address, at once: whoever opens it gets one of both.
+        Parent, children and pin stay. False, and nothing changed, where there is none or no room."""
+        with self._changing():
+            index, owner = self._live(), self._owner
+            size = charge(item.blob.size)
+            if not self._reserve_beside(index, owner, item, size):
+                return False
+            temporary = self._write_temporary(owner, item)
+            try:
+                return self._put_in_place(index, owner, item.address, size, temporary)
+            except (TierError, OSError):
+                with self._guard:
+                    self._undo.append((item.address, owner.id))
+                raise
+            finally:
+                if temporary is not None:
+                    with contextlib.suppress(OSError):
+                        temporary.unlink(missing_ok=True)
+
+    def _reserve_beside(self, index: Index, owner: Owner, item: WriteItem, size: int) -> bool:
+        """Reserve room for an object that will take the place of the one at its address."""
+        keep = {one[:KEY_BYTES] for one in (item.address, item.parent) if one}
+        while True:
+            with index.write() as txn:
+                if index.get(txn, item.address) is None or index.intent(txn, item.address) is not None:
+                    return False
+                lacking = size - self._remover.room(index, txn)
+                if lacking <= 0:
+                    index.intend(txn, item.address, owner.id, size)
+                    return True
+                if not self._remover.evict(index, txn, lacking, keep):
+                    return False
+
+    def _put_in_place(
+        self, index: Index, owner: Owner, one: bytes, size: int, temporary: Path | None
+    ) -> bool:
+        """Rename a new file over an object's. Whoever dies in between leaves an intent: see `undo_intent`."""
+        with index.write() as txn:
+            record, reservation = index.get(txn, one), index.intent(txn, one)
+            if reservation is None or reservation[0] != owner.id:  # somebody took us for dead
+                return False
+            if temporary is not None and record is not None:
+                temporary.rename(self._path(one))
+                index.put(txn, one, record._replace(size=size))
+                index.add_usage(txn, size - record.size, 0)
+            index.settle(txn, one, keep=False)
+            return temporary is not None and record is not None
 
     # -- removing -------------------------------------------------------------------------------------
 

@@ -154,6 +154,20 @@ class MemoryTier(Tier):
                 if data is not None and not self._closed:
                     self._insert(item, data)
 
+    def replace(self, item: WriteItem) -> bool:
+        """Put an object in place of the one at its address. Parent, children and pin stay. False, and nothing
+        changed, where there is none or no room."""
+        data = collect(item.blob)
+        with self._lock:
+            self._open_or_raise()
+            held = self._objects.get(item.address)
+            keep = {one[:KEY_BYTES] for one in (item.address, item.parent) if one}
+            if held is None or not self._make_room(len(data) - len(held.data), keep):
+                return False
+            self._used += len(data) - len(held.data)
+            held.data = data
+            return True
+
     def _parent_there(self, item: WriteItem) -> bool:
         return item.parent is None or item.parent in self._objects
 

@@ -1,11 +1,12 @@
 """Undoing what dead owners left in a directory tier: looks at intents and folders, never at the objects."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
 from kvass.tiers import rebuild
 from kvass.tiers.environment import Txn
-from kvass.tiers.files import discard
+from kvass.tiers.files import charge, discard
 from kvass.tiers.index import Index
 from kvass.tiers.owners import Owner, dead_owner
 
@@ -34,8 +35,14 @@ def undo_intent(base: Path, index: Index, txn: Txn, one: bytes, owner: bytes) ->
     found = index.intent(txn, one)
     if found is not None and found[0] != owner:
         return
-    if index.get(txn, one) is None:
+    record = index.get(txn, one)
+    if record is None:
         discard(rebuild.object_path(base, one))
+    else:  # it was being replaced: the file may be the new one already
+        with contextlib.suppress(OSError):
+            size = charge(rebuild.object_path(base, one).stat().st_size)
+            index.put(txn, one, record._replace(size=size))
+            index.add_usage(txn, size - record.size, 0)
     index.settle(txn, one, keep=False)
 
 

@@ -18,7 +18,9 @@ from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.pool_cache import Interrupted, PoolCache
 from kvass.engines.transformers.sampling import Sampler, Sampling
 from kvass.engines.transformers.text import TextStream
-from kvass.keys import Namespace, tenant_digest
+from kvass.keys import Namespace, lossy_namespace, tenant_digest
+from kvass.provenance import EXACT, codec_of_class
+from kvass.quality import Budget
 
 PromptLogits = Callable[[int, torch.Tensor], None]
 """Called with a position and the logits `[n, vocabulary]` behind the `n` prompt tokens from there on."""
@@ -28,11 +30,15 @@ PromptLogits = Callable[[int, torch.Tensor], None]
 class Usage:
     """What one request cost. `cached_tokens` were loaded, bytes by tier in `tiers`.
 
+    The first `exact_tokens` of those were exact state. `provenance`: what the answer was computed upon,
+    `exact`, or the class of the lossy state that was loaded, such as `lossy-q2`.
     `finish_reason`: `stop`, `length` or `cancelled` (also where the iterator was closed).
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    exact_tokens: int = 0
+    provenance: str = EXACT.kind
     completion_tokens: int = 0
     loaded_bytes: int = 0
     verified_bytes: int = 0
@@ -57,13 +63,16 @@ class Step:
 class Scope:
     """Whose KV a request may use. It is kept under `salt` alone; under `public` it may be found too.
 
-    `load`: use what is stored; `keep`: store what is computed.
+    `load`: use what is stored; `keep`: store what is computed. `lossy`: use state of lossy codecs too, where
+    exact state ends, as far as certificates cover them within `budget` (None: that of the cache's settings).
     """
 
     salt: str = field(default="", repr=False)
     public: tuple[str, ...] = field(default=(), repr=False)
     load: bool = True
     keep: bool = True
+    lossy: bool = False
+    budget: Budget | None = None
 
 
 class Answering:
@@ -94,9 +103,11 @@ class Answering:
         self._staging: Future[Match] | None = None
         self._written: list[int] = []
         self._stored = 0
+        self._state: str = EXACT.kind
         self._room = host.room(tokens, sampling.max_tokens)
         self._began = 0.0
         usage.prompt_tokens, usage.finish_reason = tokens.size, ""
+        usage.exact_tokens, usage.provenance = 0, EXACT.kind
         usage.cached_tokens = usage.loaded_bytes = usage.verified_bytes = usage.completion_tokens = 0
         usage.load_seconds, usage.prefill_seconds, usage.tiers = 0.0, 0.0, {}
 
@@ -117,9 +128,10 @@ class Answering:
         if self._staging is None and cache is not None and cache.remote and scope.load:
             identity = self._host.identified()
             if identity is not None:
+                own = self._namespace(identity, scope.salt)
                 self._staging = cache.stage(
-                    self.tokens, self._namespace(identity, scope.salt), limit=self.tokens.size - 1,
-                    seconds=self._host.pace.seconds,
+                    self.tokens, own, limit=self.tokens.size - 1, seconds=self._host.pace.seconds,
+                    approximate=self._allowed([own]), budget=scope.budget,
                 )  # fmt: skip
         return self._staging
 
@@ -199,23 +211,40 @@ class Answering:
     def _namespace(self, identity: Identity, salt: str) -> Namespace:
         return msgspec.structs.replace(identity.namespace, tenant=tenant_digest(salt))
 
+    def _target(self, identity: Identity) -> Namespace:
+        """Where what is computed now belongs: with exact state, or with that upon which it is computed."""
+        own, codec = self._namespace(identity, self._scope.salt), codec_of_class(self._state)
+        return own if codec is None else lossy_namespace(own, codec)
+
+    def _allowed(self, namespaces: list[Namespace]) -> list[Namespace]:
+        """The lossy namespaces that the request may read."""
+        cache, scope = self._host.cache, self._scope
+        if cache is None or not scope.lossy:
+            return []
+        return [one for space in namespaces for one in cache.approximations(space, scope.budget)]
+
     def _load(self, held: PoolCache) -> None:
         cache, identity, scope, usage = self._host.cache, self._identity, self._scope, self.usage
         if cache is None or identity is None or not scope.load:
             return
         own, *public = (self._namespace(identity, salt) for salt in (scope.salt, *scope.public))
         match = cache.lookup(
-            self.tokens, own, limit=self.tokens.size - 1, others=public, local=self._staging is not None
-        )
+            self.tokens, own, limit=self.tokens.size - 1, others=public, local=self._staging is not None,
+            approximate=self._allowed([own, *public]), budget=scope.budget,
+        )  # fmt: skip
         if not match:
             return
         loaded = cache.load(match, held.pool, seconds=self._host.pace.seconds(match.length))
         held.set_loaded(loaded.tokens, match.chunk_tokens)
-        usage.cached_tokens, usage.tiers = loaded.tokens, loaded.tiers
+        upon = match.upon(loaded.tokens, loaded.exact_tokens)
+        self._state = usage.provenance = upon.state
+        usage.cached_tokens, usage.exact_tokens, usage.tiers = (
+            loaded.tokens, loaded.exact_tokens, loaded.tiers
+        )  # fmt: skip
         usage.loaded_bytes, usage.verified_bytes = loaded.bytes, loaded.verified
         usage.load_seconds = loaded.seconds
         self._stored = loaded.tokens
-        if match.namespace != own:
+        if upon != self._target(identity):
             self._take_over(loaded.tokens, match)
 
     def _take_over(self, loaded: int, match: Match) -> None:
@@ -239,7 +268,8 @@ class Answering:
         if now is None or now.namespace != identity.namespace:
             return None  # the weights changed while the answer was under way: this KV is of neither
         everything = np.concatenate([self.tokens, np.array(self._written, np.int32)])[:computed]
-        self.usage.ticket = cache.store(everything, self._namespace(identity, self._scope.salt), held)
+        budget = None if self._state == EXACT.kind else self._scope.budget
+        self.usage.ticket = cache.store(everything, self._target(identity), held, budget=budget)
         self._stored = computed
         return self.usage.ticket
 

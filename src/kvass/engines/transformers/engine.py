@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from kvass.engines.transformers.sampling import Sampling
 from kvass.engines.transformers.turns import Turns
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.keys import Namespace
+from kvass.quality import Budget
 
 _PATIENCE_SECONDS = 5.0
 """How long a consumer may look at a token while another request waits for its turn."""
@@ -41,11 +43,14 @@ class Engine:
         slice_tokens: int | None = 256,
         spare_pools: int = 1,
         shared: Namespace | None = None,
+        allow_lossy: bool = False,
     ):
         """`model`: of transformers, also within peft. `slice_tokens` None: prefill in one call.
         `epoch`: see `identify`. `spare_pools`: how many requests' memory is kept for later ones.
-        `shared`: where other engines too keep this model's KV (see `kvass.models.shared`); used as long as
-        the model is as it is now, and without further adapters.
+        `shared`: where other engines too keep this model's KV (see `kvass.models.shared` and
+        `hosting.kept_under`); used as long as the model is as it is now, and without further adapters. Empty
+        numerics stand for this engine's own.
+        `allow_lossy`: whether requests that say nothing of it may use lossy state (see `Scope`).
 
         Raises UnsupportedModelError for a model that kvass does not handle yet, before anything is stored.
         """
@@ -56,7 +61,8 @@ class Engine:
             )
         self.cache = cache
         self.tokenizer = tokenizer
-        self._scope = Scope(tenant_salt)
+        self.allow_lossy = allow_lossy
+        self._scope = Scope(tenant_salt, lossy=allow_lossy)
         self._turns = Turns(_PATIENCE_SECONDS)
         self._host = Host(self.model, cache, tokenizer, tenant_salt, epoch, slice_tokens, spare_pools, shared)
         self.vocabulary: int = self.model.config.vocab_size
@@ -102,14 +108,18 @@ class Engine:
         *,
         usage: Usage | None = None,
         cancelled: threading.Event | None = None,
+        lossy: bool | None = None,
+        budget: Budget | None = None,
     ) -> Iterator[Step]:
         """Answer a prompt, token by token; prompt and answer are stored when the iterator ends or is closed.
 
         `usage` is filled in as things happen. Setting `cancelled` ends the answer at the next layer of the
-        forward call that runs. Raises InputError as `start` does.
+        forward call that runs. `lossy`: whether state of lossy codecs may be used (None: as the engine is
+        set), within `budget`; see `Scope`. Raises InputError as `start` does.
         """
         cancelled = cancelled or threading.Event()
-        answering = self.start(prompt, sampling, usage=usage, cancelled=cancelled)
+        scope = replace(self._scope, lossy=self._scope.lossy if lossy is None else lossy, budget=budget)
+        answering = self.start(prompt, sampling, usage=usage, scope=scope, cancelled=cancelled)
         return self._steps(answering, cancelled, None)
 
     def read(

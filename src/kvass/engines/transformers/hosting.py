@@ -5,21 +5,45 @@ import logging
 import threading
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
 from kvass.cache import KVCache, Pace
 from kvass.chunks import Tokens
+from kvass.codecs.registry import is_lossless
+from kvass.config import Settings
 from kvass.engines.transformers.identity import Identity, identify
+from kvass.engines.transformers.layers import kv_spec
+from kvass.engines.transformers.load import LoadedModel, shared_with
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampling
 from kvass.errors import UnsupportedModelError
 from kvass.keys import Namespace
+from kvass.models.shared import shared_namespace
 from kvass.spec import KVSpec
 
 log = logging.getLogger("kvass.engines")
 
 _POOL_STEP = 1024
+
+
+def kept_under(loaded: LoadedModel, settings: Settings, tenant_salt: str = "") -> Namespace | None:
+    """The name under which KV of a loaded model is kept, for `Engine(shared=...)`; None: the engine's own.
+
+    The one that engines share, where the operator declared their numerics equal. Else, where the settings
+    allow lossy state or a tier stores it, one by the model's files, without numerics (`Engine` puts its own
+    in): certificates are bound to the files. Raises ModelFilesError where these cannot be read, ConfigError
+    for a codec that there is not.
+    """
+    shared = shared_with(loaded, settings, tenant_salt)
+    codecs = (settings.host_codec, settings.disk_codec, settings.remote_codec)
+    if shared is not None or (not settings.allow_lossy and all(map(is_lossless, codecs))):
+        return shared
+    named = shared_namespace(
+        loaded.directory, kv_spec(loaded.model), "", models_path=settings.models_path, tenant_salt=tenant_salt
+    )
+    return msgspec.structs.replace(named, numerics="")
 
 
 class Host:
@@ -45,7 +69,10 @@ class Host:
         self._tenant_salt = tenant_salt
         self._epoch = epoch
         self._identity = identify(model, tenant_salt=tenant_salt, epoch=epoch)
-        self._own, self._shared = self._identity.namespace, shared
+        self._own = self._identity.namespace
+        if shared is not None and not shared.numerics:
+            shared = msgspec.structs.replace(shared, numerics=self._own.numerics)
+        self._shared = shared
         self._warned_of = ""
         self._spare: list[TorchPool] = []
         self._spare_pools = spare_pools

@@ -1,0 +1,1 @@
+"""Published KV compression schemes, written anew, that kvass' codecs are measured against."""

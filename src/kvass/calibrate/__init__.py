@@ -1,0 +1,1 @@
+"""Measures what an approximation costs a model, on held texts and planted facts."""

@@ -1,0 +1,186 @@
+"""What the transform codec needs to know of a layer group, learnt from calibration texts.
+
+For each layer and KV head: a basis in which an error of one step costs the model's predictions the same in
+every direction while the data is uncorrelated; and probes, queries of other texts, whose attention tells how
+much a token counts. docs/codec-transform.md has the reasons.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.codecs.tables import Float32, Rope
+from kvass.codecs.transform import ORIGIN, SINKS
+from kvass.container import Array
+from kvass.spec import LayerGroup
+
+Float64 = npt.NDArray[np.float64]
+
+NEAR, FAR = 24, 24
+"""Probes right behind a chunk, and far behind it: either may be what comes after it."""
+
+CLASSES = 13
+ALPHA = 0.5
+"""How many half octaves a token's step grows by for each octave that its weight falls: half of what uniform
+errors would ask for, since probes only guess at the weight."""
+
+_REGULAR = 0.4
+"""Of the mean Fisher information, what is added in every direction: few texts say too little of most."""
+
+_TO_POWER_OF_TWO = 2 / math.log(2)
+
+
+class Reading(NamedTuple):
+    """One calibration text, for one layer group: keys after RoPE, values and their mean squared gradients'
+    factors `[passes]` of `[layers, tokens, heads, dim]`; queries of its continuation
+    `[layers, n, heads, queries, dim]`."""
+
+    k: Float32
+    v: Float32
+    k_gradients: Sequence[Float32]
+    v_gradients: Sequence[Float32]
+    queries: Float32
+
+
+class Basis(NamedTuple):
+    """Keys or values: mean and deviations `[layers, n]`, forward and inverse `[layers, heads, dim, dim]`."""
+
+    mean: Float32
+    forward: Float32
+    inverse: Float32
+    deviations: Float64
+
+
+class Fitted(NamedTuple):
+    """All of one layer group; see `kvass.codecs.transform_tables.Calibrated`."""
+
+    k: Basis
+    v: Basis
+    probes: Float32
+    offsets: Float32
+    thresholds: Float32
+
+
+def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -> Fitted:
+    """Learn from texts, all of which count the same."""
+    bare = [turned_back(one.k, rope) for one in readings]
+    totals = [_total(one) for one in readings]
+    k = _basis(
+        bare,
+        [
+            [turned_back(g, rope) / total for g in one.k_gradients]
+            for one, total in zip(readings, totals, strict=True)
+        ],
+    )
+    v = _basis(
+        [one.v for one in readings],
+        [[g / total for g in one.v_gradients] for one, total in zip(readings, totals, strict=True)],
+    )
+    probes, offsets = _probes(group, rope, readings)
+    weights = np.concatenate([weigh(one, rope, probes, offsets) for one in bare], axis=1)
+    reference = np.log2(weights.mean(axis=1))
+    place = (np.arange(CLASSES - 1) - (CLASSES // 2) + 0.5) / ALPHA
+    thresholds = np.exp2(reference[..., None] - place).astype(np.float32)
+    return Fitted(k, v, probes, offsets, thresholds)
+
+
+def turned_back(keys: Float32, rope: Rope | None) -> Float32:
+    """Keys before RoPE, or their gradients: turning is orthogonal."""
+    return rope.unrotate(np.ascontiguousarray(keys, np.float32), 0) if rope else keys
+
+
+def weigh(bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32, chunk: int = 256) -> Float32:
+    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them, by chunks."""
+    found = []
+    for start in range(0, bare.shape[1], chunk):
+        part = np.ascontiguousarray(bare[:, start : start + chunk])
+        turned = rope.rotate(part, ORIGIN - part.shape[1]) if rope else part
+        scores = turned.swapaxes(1, 2) @ probes - offsets[:, :, None]
+        found.append(np.exp2(np.clip(scores, -64, 62)).mean(axis=-1).swapaxes(1, 2))
+    return np.asarray(np.concatenate(found, axis=1)[:, SINKS:], np.float32)
+
+
+def _total(one: Reading) -> float:
+    """The root of all Fisher information of a text: what is divided by it counts as much as any other's."""
+    energy = sum(
+        float(np.square(g[:, SINKS:], dtype=np.float64).sum())
+        for side in (one.k_gradients, one.v_gradients)
+        for g in side
+    )
+    return math.sqrt(energy / (len(one.k_gradients) * one.k.shape[1])) or 1.0
+
+
+def _basis(data: Sequence[Float32], gradients: Sequence[Sequence[Float32]]) -> Basis:
+    layers, _, heads, dim = data[0].shape
+    flat = np.concatenate([one[:, SINKS:] for one in data], axis=1).swapaxes(1, 2)
+    mean = flat.mean(axis=2, dtype=np.float64)
+    flat = flat - mean[:, :, None].astype(np.float32)
+    covariance = (flat.swapaxes(2, 3) @ flat).astype(np.float64) / flat.shape[2]
+    fisher = np.zeros((layers, heads, dim, dim))
+    for passes in gradients:
+        for one in passes:
+            g = one[:, SINKS:].swapaxes(1, 2)
+            fisher += (g.swapaxes(2, 3) @ g) / (g.shape[2] * len(passes) * len(gradients))
+    trace = np.trace(fisher, axis1=2, axis2=3)[..., None, None] / dim
+    floor = max(float(trace.mean()), 1e-30) * 1e-6
+    regular = fisher + (_REGULAR * trace + floor) * np.eye(dim)
+    values, vectors = np.linalg.eigh(regular)
+    root = (vectors * np.sqrt(values)[..., None, :]) @ vectors.swapaxes(-1, -2)
+    back = (vectors / np.sqrt(values)[..., None, :]) @ vectors.swapaxes(-1, -2)
+    spread, basis = np.linalg.eigh(root @ covariance @ root)
+    spread, basis = spread[..., ::-1], basis[..., ::-1]
+    deviations = np.sqrt(np.maximum(spread, 1e-30)).reshape(layers, heads * dim)
+    return Basis(
+        mean.reshape(layers, -1).astype(np.float32),
+        np.ascontiguousarray(root @ basis, np.float32),
+        np.ascontiguousarray(basis.swapaxes(-1, -2) @ back, np.float32),
+        deviations,
+    )
+
+
+def _probes(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -> tuple[Float32, Float32]:
+    """Probes `[layers, heads, dim, probes]` at their places behind a chunk, and the logarithms of what the
+    attention over a text sums up to `[layers, heads, probes]`; both as exponents of two."""
+    draw = np.random.default_rng(0)
+    queries = np.concatenate([one.queries for one in readings], axis=1)
+    which = draw.choice(queries.shape[1], NEAR + FAR, replace=queries.shape[1] < NEAR + FAR)
+    most = 2048 if group.window is None else max(4, group.window * 3 // 4)
+    least = min(200, most // 2)
+    far = np.exp(np.linspace(math.log(least), math.log(most), FAR)).astype(np.int64)
+    near = np.arange(NEAR) * min(8, max(1, least // NEAR))
+    distances = np.concatenate([near, draw.permutation(far)])
+    chosen = queries[:, which]  # [layers, probes, heads, queries, dim]
+    at_origin = _placed(chosen, rope, ORIGIN + distances)
+    layers, count, heads, each, dim = at_origin.shape
+    sums = np.zeros(at_origin.shape[:-1])
+    for one in readings:
+        tokens = one.k.shape[1]
+        placed = _placed(chosen, rope, tokens + distances)
+        rows = placed.transpose(0, 2, 1, 3, 4).reshape(layers, heads, count * each, dim)
+        scores = rows @ one.k.transpose(0, 2, 3, 1)
+        scores = scores.reshape(layers, heads, count, each, tokens).swapaxes(1, 2)
+        if group.window is not None:
+            gone = tokens + distances[:, None] - np.arange(tokens) >= group.window
+            scores = np.where(gone[None, :, None, None], -np.inf, scores)
+        peak = scores.max(axis=-1, keepdims=True)
+        sums += (np.log(np.exp(scores - peak).sum(axis=-1)) + peak[..., 0]) / len(readings)
+    probes = at_origin.transpose(0, 2, 4, 1, 3).reshape(layers, heads, dim, count * each)
+    offsets = sums.transpose(0, 2, 1, 3).reshape(layers, heads, count * each)
+    scale = np.float32(_TO_POWER_OF_TWO)
+    return np.ascontiguousarray(probes * scale, np.float32), np.ascontiguousarray(offsets * scale, np.float32)
+
+
+def _placed(queries: Float32, rope: Rope | None, positions: npt.NDArray[np.int64]) -> Float32:
+    """Queries `[layers, n, heads, queries, dim]`, each turned to its position."""
+    if rope is None:
+        return queries
+    layers, count, heads, each, dim = queries.shape
+    flat = queries.reshape(layers, count, heads * each, dim)
+    turned: list[Array] = [
+        rope.rotate(np.ascontiguousarray(flat[:, i : i + 1]), int(position))
+        for i, position in enumerate(positions)
+    ]
+    return np.concatenate(turned, axis=1).reshape(queries.shape).astype(np.float32)

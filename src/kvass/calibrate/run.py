@@ -1,0 +1,43 @@
+"""Calibrating one model: tables from calibration texts, then a certificate on held ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvass.calibrate.certify import as_stored, measure
+from kvass.calibrate.tables import make_tables
+from kvass.calibrate.tasks import fact_contexts
+from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
+from kvass.codecs import registry
+from kvass.codecs.tables import Tables
+from kvass.engines.transformers.load import LoadedModel
+from kvass.engines.transformers.probing import Probing
+from kvass.engines.transformers.runner import TransformersRunner
+from kvass.keys import Namespace
+from kvass.quality import Certificate, certify, keep_calibrated
+
+CERTIFIED: Final = ("lossless", "int8", "kivi4", "kivi2", "q1", "q2", "q3", "q4")
+"""Codecs that a certificate tells of."""
+
+
+def calibrate(
+    loaded: LoadedModel, namespace: Namespace, models_path: Path, *, texts: Path | None,
+    say: Callable[[str], None], progress: Callable[[int, int], None],
+) -> tuple[Path, Certificate]:  # fmt: skip
+    """Learn, measure, and keep both files; their folder, and the certificate.
+
+    `loaded`: in float32; `namespace`: the model's, as certificates are bound to it. The tables are kept as
+    soon as they are there, the certificate once all is measured: stopped between, nothing is certified.
+    """
+    runner = TransformersRunner(loaded)
+    learnt = sequenced(calibration_texts(texts), runner)
+    raw = make_tables(runner, Probing(loaded, runner.spec), namespace, learnt, say)
+    keep_calibrated(models_path, namespace, raw, None)
+    tables = Tables.parse(raw)
+    say("reading held texts, and measuring each codec on them")
+    held = held_texts(texts)
+    coders = {name: as_stored(registry.codec(name, tables), namespace) for name in CERTIFIED}
+    facts = fact_contexts(held, runner)
+    measured = measure(runner, coders, sequenced(held, runner), facts, progress)
+    certificate = certify(namespace, tables.digest, measured)
+    return keep_calibrated(models_path, namespace, raw, certificate), certificate

@@ -1,0 +1,127 @@
+"""A model's codec tables: learnt from calibration texts, with a step for each level that keeps to its KL."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvass.calibrate.certify import as_stored
+from kvass.calibrate.evaluate import evaluate
+from kvass.calibrate.fit import Fitted, Reading, fit
+from kvass.calibrate.ropes import frequencies
+from kvass.calibrate.symbols import (
+    count,
+    group_arrays,
+    level_arrays,
+    no_counts,
+    symbol_arrays,
+)
+from kvass.calibrate.texts import Sequenced
+from kvass.codecs.tables import Tables, rope_arrays, write_tables
+from kvass.codecs.transform import Transform
+from kvass.container import Array
+from kvass.engines.transformers.probing import Probing
+from kvass.keys import Namespace
+from kvass.runner import KV, ModelRunner
+
+LEVELS: Final[Mapping[str, float]] = {"q1": 0.0005, "q2": 0.002, "q3": 0.01, "q4": 0.05}
+"""The largest mean KL per token that each level may have."""
+
+_AIM = 0.6
+"""Of that, what is aimed at on calibration texts: others cost more."""
+
+_MOST_POSITIONS = 131_072
+
+_PASSES = 3
+_READ, _CONTINUED = 1536, 256
+_TUNED_ON = 3
+
+Say = Callable[[str], None]
+
+
+class _Text(NamedTuple):
+    kv: KV
+    continued: list[int]
+
+
+def make_tables(
+    runner: ModelRunner, probing: Probing, namespace: Namespace, texts: Sequence[Sequenced], say: Say
+) -> bytes:
+    """The bytes of a tables file for `runner`'s model. `texts`: at least two, for calibration."""
+    ropes = _rope_arrays(runner)
+    turning = Tables.parse(write_tables(ropes))
+    groups = range(len(runner.spec.groups))
+    readings: list[list[Reading]] = [[] for _ in groups]
+    read = []
+    for number, one in enumerate(texts):
+        say(f"reading {one.name} ({number + 1} of {len(texts)})")
+        kv = runner.prefill(one.read[:_READ])
+        continued = (one.read[_READ:] + one.continued)[:_CONTINUED]
+        read.append(_Text(kv, continued))
+        queries = probing.queries(kv, continued)
+        passes = list(probing.gradients(kv, continued, _PASSES, seed=number))
+        for group in groups:
+            k, v = (kv[group][name].astype(np.float32) for name in ("k", "v"))
+            gradients = [one[group] for one in passes]
+            readings[group].append(
+                Reading(k, v, [g.k for g in gradients], [g.v for g in gradients], queries[group])
+            )
+    say("fitting")
+    spec = runner.spec.groups
+    fitted = [fit(spec[group], turning.rope(group), readings[group]) for group in groups]
+    readings.clear()
+    guess = _guess(fitted)
+    counts = no_counts()
+    for exponent in range(-2, 3):
+        for group in groups:
+            for text in read:
+                k, v = (text.kv[group][name].astype(np.float32) for name in ("k", "v"))
+                count(counts, fitted[group], turning.rope(group), k, v, guess * 2.0**exponent)
+    arrays: dict[str, Array] = {**ropes, **symbol_arrays(counts)}
+    for group in groups:
+        arrays |= group_arrays(group, fitted[group])
+    tuning = [
+        Sequenced(t.name, t.domain, t.read[:_READ], (t.read[_READ:] + t.continued)[:_CONTINUED])
+        for t in texts
+    ]
+    steps = _steps(runner, namespace, arrays, guess, tuning[:: max(1, len(tuning) // _TUNED_ON)], say)
+    for name, step in steps.items():
+        arrays |= level_arrays(name, step)
+    return write_tables(arrays, {"model": runner.name})
+
+
+def _rope_arrays(runner: ModelRunner) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+    for number, group in enumerate(runner.spec.groups):
+        if group.rope is not None:
+            found |= rope_arrays(number, frequencies(group.rope), _MOST_POSITIONS)
+    return found
+
+
+def _guess(fitted: Sequence[Fitted]) -> float:
+    """A step of about two bits an element: somewhat under the deviations' geometric mean."""
+    logs = [np.log2(side.deviations).ravel() for one in fitted for side in (one.k, one.v)]
+    return float(2 ** (np.concatenate(logs).mean() - 1))
+
+
+def _steps(
+    runner: ModelRunner, namespace: Namespace, arrays: Mapping[str, Array], guess: float,
+    texts: Sequence[Sequenced], say: Say,
+) -> dict[str, float]:  # fmt: skip
+    """A step for each level, by what six steps cost on some of the texts, between which KL is a power."""
+    tried = [guess * 2.0**exponent for exponent in (-2, -1, 0, 1, 2)]
+    named = dict(arrays)
+    for number, step in enumerate(tried):
+        named |= level_arrays(f"try{number}", step)
+    tables = Tables.parse(write_tables(named))
+    coders = {f"try{n}": as_stored(Transform(tables, f"try{n}"), namespace) for n in range(len(tried))}
+    say("choosing the levels' steps")
+    found = evaluate(runner, coders, texts, [])
+    kl = [max(1e-9, float(np.mean([one.mean() for one in found[name].kl]))) for name in coders]
+    logs = np.maximum.accumulate(np.log(kl)) + np.arange(len(kl)) * 1e-6
+    chosen = {}
+    for name, most in LEVELS.items():
+        place = float(np.interp(math.log(_AIM * most), logs, np.log(tried)))
+        chosen[name] = math.exp(place)
+    return chosen

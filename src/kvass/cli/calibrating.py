@@ -1,0 +1,57 @@
+"""kvass calibrate: learn a model's codec tables, and measure what each codec costs it."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+
+from kvass.cli.output import AsJson, err, needs_transformers, out, print_json, progress_to
+from kvass.cli.quality import namespace_of
+from kvass.config import Settings
+from kvass.quality import calibrated_folder
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A bundled model, a .gguf file, or a model directory.")],
+    texts: Annotated[
+        Path | None, typer.Option(help="A folder with texts of your own, of the kind that you serve.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the tables and the certificate without which no lossy codec is used for a model.
+
+    Takes some minutes on two cores. What was there before is replaced.
+    Example: kvass calibrate smollm2-135m
+    """
+    needs_transformers()
+    from kvass.calibrate.run import calibrate as run
+    from kvass.engines.transformers.load import load_model
+
+    settings = Settings.load()
+    began = time.perf_counter()
+    loaded = load_model(model, dtype="float32", models_path=settings.models_path)
+    namespace = namespace_of(model, settings.models_path)
+    with progress_to("measuring") as show:
+        folder, certificate = run(
+            loaded, namespace, settings.models_path, texts=texts,
+            say=lambda line: err.print(escape(line), soft_wrap=True), progress=show,
+        )  # fmt: skip
+    seconds = time.perf_counter() - began
+    assert folder == calibrated_folder(settings.models_path, namespace)
+    if as_json:
+        print_json(
+            {
+                "model": certificate.model,
+                "folder": str(folder),
+                "seconds": round(seconds, 1),
+                "tables": certificate.tables,
+                "certificate": certificate.digest,
+                "measured": [msgspec.to_builtins(one) for one in certificate.measured],
+            }
+        )
+        return
+    out.print(f"calibrated in {seconds / 60:.1f} minutes: {escape(str(folder))}", soft_wrap=True)
+    out.print(f"see: kvass quality {escape(model)}", soft_wrap=True)

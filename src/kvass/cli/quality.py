@@ -1,0 +1,174 @@
+"""kvass quality: what a model's certificate says of each codec, as a table and as a plot."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvass.cli.output import AsJson, needs_transformers, out, print_json
+from kvass.config import Settings
+from kvass.errors import InputError, ModelFilesError
+from kvass.keys import Namespace
+from kvass.quality import Budget, Certificate, Gate, Measured, calibrated_folder
+
+_LEAST_KL = 1e-6
+"""Where a plot's logarithmic axis ends: what is less stands there."""
+
+_WIDTH, _HEIGHT = 64, 16
+
+
+def quality(
+    model: Annotated[str, typer.Argument(help="A bundled model, a .gguf file, or a model directory.")],
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write the plot to this PNG file (needs kvass[plot]).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each codec was measured to cost a model, and whether it may be used.
+
+    Example: kvass quality smollm2-135m --png quality.png
+    """
+    needs_transformers()
+    settings = Settings.load()
+    namespace = namespace_of(model, settings.models_path)
+    gate = Gate(settings.models_path)
+    certificate = gate.certificate(namespace)
+    if certificate is None:
+        raise ModelFilesError(gate.verdict(namespace, "any").reason)
+    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+    if png is not None:
+        write_png(png, certificate.measured, f"{certificate.model}: KL of what each codec stores")
+    verdicts = {one.codec: gate.verdict(namespace, one.codec, budget) for one in certificate.measured}
+    if as_json:
+        measured = [
+            {
+                **msgspec.to_builtins(one),
+                "allowed": verdicts[one.codec].allowed,
+                "reason": verdicts[one.codec].reason,
+            }
+            for one in certificate.measured
+        ]
+        print_json(
+            {
+                "model": certificate.model,
+                "folder": str(calibrated_folder(settings.models_path, namespace)),
+                "tables": certificate.tables,
+                "certificate": certificate.digest,
+                "budget": budget._asdict(),
+                "measured": measured,
+            }
+        )
+        return
+    out.print(_table(certificate, {name: verdict.allowed for name, verdict in verdicts.items()}))
+    for line in plotted(certificate.measured):
+        out.print(line, markup=False, soft_wrap=True)
+    out.print(
+        f"budget: KL {budget.kl:g} a token, {budget.facts_lost:.1%} of facts lost; certificate "
+        f"{certificate.digest[:12]}, tables {certificate.tables[:12]}",
+        soft_wrap=True,
+    )
+    if png is not None:
+        out.print(f"plot written to {escape(str(png))}", soft_wrap=True)
+
+
+def namespace_of(model: str, models_path: Path) -> Namespace:
+    """As much of the namespace as a certificate is bound to; no weights are loaded."""
+    from kvass.engines.transformers.load import find_model
+    from kvass.engines.transformers.shapes import spec_of_config
+    from kvass.models.shared import shared_namespace
+
+    _, directory = find_model(model, models_path)
+    spec = spec_of_config(str(directory), "bfloat16", models_path)
+    return shared_namespace(directory, spec, "", models_path=models_path)
+
+
+def _table(certificate: Certificate, allowed: dict[str, bool]) -> Table:
+    table = Table(title=escape(certificate.model), title_justify="left")
+    table.add_column("")
+    table.add_column("codec")
+    for title in ("bits", "KL", "95%", "p99", "same top", "ppl", "facts lost", "at most"):
+        table.add_column(title, justify="right")
+    table.add_column("may be used")
+    for mark, one in zip(_marks(certificate.measured), certificate.measured, strict=True):
+        table.add_row(
+            mark, escape(one.codec), f"{one.bits:.2f}", f"{one.kl_mean:.2g}",
+            f"{one.kl_low:.2g}..{one.kl_high:.2g}", f"{one.kl_p99:.2g}", f"{one.top1:.1%}",
+            f"{one.ppl_ratio:.4f}", f"{one.facts_lost} of {one.facts_tried}", f"{one.facts_lost_high:.2%}",
+            "yes" if allowed[one.codec] else "[yellow]no[/yellow]",
+        )  # fmt: skip
+    return table
+
+
+# -- plots ------------------------------------------------------------------------------------------
+
+
+def plotted(measured: Sequence[Measured]) -> list[str]:
+    """Lines of plain text: bits per element to the right, log10 of the KL upward; marks as in the table.
+
+    Marks that fall on one another stand beside each other. Empty for no codecs.
+    """
+    if not measured:
+        return []
+    heights = [_height(one) for one in measured]
+    low, high = math.floor(min(heights)), max(math.ceil(max(heights)), math.floor(min(heights)) + 1)
+    most = max(math.ceil(max(one.bits for one in measured)), 1)
+    grid = [[" "] * (_WIDTH + 1) for _ in range(_HEIGHT + 1)]
+    for mark, one, height in zip(_marks(measured), measured, heights, strict=True):
+        row = grid[round((high - height) / (high - low) * _HEIGHT)]
+        at = round(one.bits / most * _WIDTH)
+        free = sorted((abs(place - at), place) for place, there in enumerate(row) if there == " ")
+        if free:
+            row[free[0][1]] = mark
+    ticks = {round((high - tick) / (high - low) * _HEIGHT): tick for tick in range(low, high + 1)}
+    lines = ["  KL"]
+    for number, row in enumerate(grid):
+        label = f"1e{ticks[number]}" if number in ticks else ""
+        lines.append(f"{label:>6} {'+' if number in ticks else '|'}{''.join(row).rstrip()}")
+    step = max(1, most // 8)
+    scale = [" "] * (_WIDTH + 4)
+    for tick in range(0, most + 1, step):
+        for offset, digit in enumerate(str(tick)):
+            scale[round(tick / most * _WIDTH) + offset] = digit
+    return [*lines, f"{'':7}+{'-' * (_WIDTH + 1)}", f"{'':8}{''.join(scale).rstrip()}  bits per element"]
+
+
+def write_png(path: Path, measured: Sequence[Measured], title: str) -> None:
+    """The same plot as a PNG file, with the intervals of the KL.
+
+    Raises ModelFilesError where matplotlib is not there, InputError where the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ModelFilesError("a PNG plot needs matplotlib: pip install 'kvass[plot]'") from error
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for one in measured:
+        middle = max(one.kl_mean, _LEAST_KL)
+        low, high = max(one.kl_low, _LEAST_KL), max(one.kl_high, _LEAST_KL)
+        ends = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
+        axes.errorbar([one.bits], [middle], yerr=ends, fmt="o", capsize=3)
+        axes.annotate(one.codec, (one.bits, middle), xytext=(6, 4), textcoords="offset points")
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.15 * max((one.bits for one in measured), default=1.0))
+    axes.set_xlabel("stored bits per element")
+    axes.set_ylabel("KL per token (nats), 95% interval")
+    axes.set_title(title)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise InputError(f"cannot write --png {path}: {error}") from error
+
+
+def _height(one: Measured) -> float:
+    return math.log10(max(one.kl_mean, _LEAST_KL))
+
+
+def _marks(measured: Sequence[Measured]) -> list[str]:
+    return [chr(ord("a") + number % 26) for number in range(len(measured))]

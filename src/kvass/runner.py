@@ -1,0 +1,59 @@
+"""What reuse, edit and calibration need of a model: a contract, without an engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.container import Array
+from kvass.spec import KVSpec
+
+KV = Sequence[Mapping[str, Array]]
+"""A sequence's KV: for each layer group of the spec the canonical arrays `k` (after RoPE)
+`[layers, tokens, kv_heads, head_dim]` and `v` `[layers, tokens, kv_heads, v_head_dim]`, in its dtype."""
+
+
+class Branch(NamedTuple):
+    """One way to go on after a sequence: tokens that are given, then tokens that are judged."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+class ModelRunner(Protocol):
+    """One model, run over KV that the caller holds.
+
+    It computes in float32 over KV in the dtypes of `spec`: between two runs over the same KV nothing
+    differs, so that what two of them differ by is what was done to the KV.
+    """
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """What the KV looks like; with the RoPE of each group."""
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """The tokens of a text; with `begin`, of one that begins a sequence (after BOS, if there is one)."""
+
+    def prefill(self, tokens: Sequence[int]) -> KV:
+        """The KV of a whole sequence, in new arrays; of groups with a window too, all tokens are kept.
+
+        Raises InputError for an empty sequence, or one that the model does not take.
+        """
+
+    def continue_over(self, kv: KV, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Log-probabilities `[n, vocabulary]` of the token after each of `n` tokens that follow on `kv`.
+
+        Raises InputError for KV that does not fit the spec, and as `prefill`.
+        """
+
+    def choose_over(self, kv: KV, branches: Sequence[Branch]) -> list[npt.NDArray[np.int64]]:
+        """For each branch over `kv`, the likeliest token at the place of each of its answer's, given what
+        stands before it, `[len(answer)]`: greedy decoding gives the answer if, and only if, all are equal.
+
+        No branch sees another. Raises as `continue_over`, and for a branch without a prompt.
+        """
