@@ -1,6 +1,5 @@
 """Runners over models so small that their forwards cost nothing, with random weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 import transformers
 from drawing import VOCABULARY, WINDOW
 
+from fixtures.threads import one_thread  # noqa: F401 - for every test here
 from kvass.engines.transformers.load import LoadedModel
 from kvass.engines.transformers.runner import TransformersRunner
 
@@ -26,14 +26,6 @@ def _made(kind: str, name: str, **changes: Any) -> LoadedModel:
         torch.manual_seed(0)
         model = getattr(transformers, f"{kind}ForCausalLM")(config(**_COMMON, **changes))
     return LoadedModel(model.eval().requires_grad_(False), None, name, Path())  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", params=["llama", "gemma3"])

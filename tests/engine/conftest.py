@@ -6,21 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
+from fixtures.threads import one_thread  # noqa: F401 - for every test here
 from kvass.cache import KVCache
 from kvass.tiers.directory import DirectoryTier
 
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small models take several times as long where threads have to wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

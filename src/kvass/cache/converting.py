@@ -6,13 +6,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvass.cache.blobs import NO_BLOB
 from kvass.cache.coding import Recoder, Target
 from kvass.cache.inspection import StoredChunk, opener
-from kvass.cache.moving import FAILURES, quarantine
+from kvass.cache.moving import FAILURES
 from kvass.cache.reading import Reading
-from kvass.cache.recoding import recoded, write_encoded
+from kvass.cache.recoding import recoded_of, write_encoded
 from kvass.chunks import as_tokens
-from kvass.codecs.registry import NotDecodableError, is_lossless
+from kvass.codecs.registry import is_lossless
 from kvass.container import Blob, Header, read_header
-from kvass.errors import ConfigError, CorruptObjectError, InputError, UnsupportedModelError
+from kvass.errors import ConfigError, InputError, UnsupportedModelError
 from kvass.keys import KEY_BYTES, Namespace, next_key
 from kvass.provenance import codec_of_class
 from kvass.tiers.base import Entry, Tier, WriteItem
@@ -155,19 +155,9 @@ class Converting(Reading):
 
     def _recoded(self, tier: Tier, item: WriteItem, source: bytes, target: Target) -> Blob | None:
         try:
-            with tier.open(source) as reader:
-                return recoded(reader, item, source, Recoder(target, self._coding.decoder))
+            return recoded_of(tier, item, source, Recoder(target, self._coding.decoder), self._failed)
         except KeyError:
             return None
-        except NotDecodableError as error:
-            self._failed(tier, "recode", error)
-        except CorruptObjectError as error:
-            self._failed(tier, "recode", error)
-            if not tier.remote:
-                quarantine(tier, source, self._failed)
-        except _FAILURES as error:
-            self._failed(tier, "recode", error)
-        return None
 
     # -- from exact to lossy ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from kvass.chunks import as_tokens
 from kvass.codecs.base import Chunk, Codec
 from kvass.codecs.registry import NotDecodableError
 from kvass.container import Array, Blob, Encoded, Reader, empty_arrays, read_arrays, read_header
-from kvass.errors import CorruptObjectError, InputError
+from kvass.errors import CorruptObjectError, InputError, UnsupportedModelError
 from kvass.keys import KEY_BYTES, address, address_text, content_key, next_key
 from kvass.provenance import EXACT
 from kvass.spec import numpy_dtype
@@ -84,6 +84,23 @@ def recoded(reader: Reader, item: WriteItem, source: bytes, recoder: Recoder) ->
     return Encoded(changed, target.coder.encode(arrays, chunk))
 
 
+def recoded_of(source: Tier, item: WriteItem, one: bytes, recoder: Recoder, failed: Failed) -> Encoded | None:
+    """`recoded` of what a tier has at address `one`; None where that failed, which is noted. What fails its
+    digests goes from a tier on this machine. Raises KeyError where there is nothing."""
+    try:
+        with source.open(one) as reader:
+            return recoded(reader, item, one, recoder)
+    except NotDecodableError as error:
+        failed(source, "recode", error)
+    except CorruptObjectError as error:
+        failed(source, "recode", error)
+        if not source.remote:
+            quarantine(source, one, failed)
+    except (*FAILURES, InputError, UnsupportedModelError) as error:
+        failed(source, "recode", error)
+    return None
+
+
 def write_encoded(
     tier: Tier, items: Sequence[WriteItem], make: Callable[[WriteItem], Blob | None], sizes: Sequence[int],
     run: Run,
@@ -139,27 +156,18 @@ def move(
 ) -> int:  # fmt: skip
     """As `moving.copy`, for tiers that store by different codecs: how many items are not in the target now.
 
-    `at`: where the source has an item, if under another address. What fails its digests goes from a source on
-    this machine.
+    `at`: where the source has an item, if under another address.
     """
 
     def make(item: WriteItem) -> Blob | None:
         one = at[item.address] if at is not None else item.address
         try:
-            with source.open(one) as reader:
-                return recoded(reader, item, one, recoder)
+            blob = recoded_of(source, item, one, recoder, failed)
         except KeyError:
             return None
-        except NotDecodableError as error:
-            failed(source, "recode", error)
-        except CorruptObjectError as error:
-            failed(source, "recode", error)
-            if not source.remote:
-                quarantine(source, one, failed)
-        except (*FAILURES, InputError) as error:
-            failed(source, "recode", error)
-        metrics.dropped_stores.labels(target.name, "error").inc()
-        return None
+        if blob is None:
+            metrics.dropped_stores.labels(target.name, "error").inc()
+        return blob
 
     groups = recoder.target.namespace.spec.groups
     done = write_encoded(target, items, make, [group.bytes_per_token for group in groups], run)

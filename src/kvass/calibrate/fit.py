@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvass.codecs.sinks import SINKS
 from kvass.codecs.tables import Float32, Rope
-from kvass.codecs.transform import ORIGIN, SINKS
+from kvass.codecs.transform import ORIGIN
 from kvass.container import Array
 from kvass.spec import LayerGroup
 

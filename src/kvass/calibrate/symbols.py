@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from kvass.calibrate.fit import CLASSES, Basis, Fitted, turned_back, weigh
 from kvass.codecs import rans
+from kvass.codecs.sinks import SINKS
 from kvass.codecs.tables import Float32, Rope
-from kvass.codecs.transform import SINKS
 from kvass.codecs.transform_kernels import ESCAPE, MOST
 from kvass.container import Array
 
@@ -45,24 +45,31 @@ def offset(step: float) -> int:
     return round(PER_OCTAVE * math.log2(step)) - ORIGIN_CONTEXT
 
 
-def count(into: Counts, fitted: Fitted, rope: Rope | None, k: Float32, v: Float32, step: float) -> None:
-    """Code a text's keys (after RoPE) and values with a step, and count."""
+def count(
+    into: Counts, fitted: Fitted, rope: Rope | None, k: Float32, v: Float32, steps: Sequence[float]
+) -> None:
+    """Code a text's keys (after RoPE) and values with each of the steps, and count."""
     bare = turned_back(k, rope)
     weights = weigh(bare, rope, fitted.probes, fitted.offsets)
     classes = (weights[..., None] < fitted.thresholds[:, None]).sum(axis=-1)
-    np.add.at(into.classes, classes.ravel(), 1)
-    steps = step * np.exp2((classes - CLASSES // 2) / 2)
+    into.classes[...] += len(steps) * np.bincount(classes.ravel(), minlength=into.classes.size)
+    half = (classes - CLASSES // 2)[..., None]
     for side, x in ((fitted.k, bare), (fitted.v, v)):
         layers, tokens, heads, dim = x.shape
         centred = (x.reshape(layers, tokens, -1) - side.mean[:, None]).reshape(x.shape)[:, SINKS:]
-        y = (centred.swapaxes(1, 2) @ side.forward).swapaxes(1, 2) / steps[..., None]
-        base = scales(side).reshape(layers, 1, heads, dim) - offset(step)
-        contexts = np.clip(base - (classes - CLASSES // 2)[..., None], 0, CONTEXTS - 1)
-        size = np.floor(np.abs(y) + _ROUNDING).astype(np.int64)
-        symbol = np.where(size > MOST, ESCAPE, np.where(size > 0, 2 * size - (y > 0), 0))
-        place = (contexts * 256 + symbol).ravel()
-        into.symbols[...] += np.bincount(place, minlength=into.symbols.size).reshape(into.symbols.shape)
-        into.sums[...] += np.bincount(place, y.ravel(), into.sums.size).reshape(into.sums.shape)
+        y = (centred.swapaxes(1, 2) @ side.forward).swapaxes(1, 2) / np.exp2(half / 2)
+        base = scales(side).reshape(layers, 1, heads, dim) - half
+        for step in steps:
+            _count(into, y / step, np.clip(base - offset(step), 0, CONTEXTS - 1))
+
+
+def _count(into: Counts, y: npt.NDArray[np.float64], contexts: npt.NDArray[np.int64]) -> None:
+    """Round `y`, in steps, and count by context and symbol."""
+    size = np.floor(np.abs(y) + _ROUNDING).astype(np.int64)
+    symbol = np.where(size > MOST, ESCAPE, np.where(size > 0, 2 * size - (y > 0), 0))
+    place = (contexts * 256 + symbol).ravel()
+    into.symbols[...] += np.bincount(place, minlength=into.symbols.size).reshape(into.symbols.shape)
+    into.sums[...] += np.bincount(place, y.ravel(), into.sums.size).reshape(into.sums.shape)
 
 
 def symbol_arrays(counts: Counts) -> dict[str, Array]:
@@ -146,8 +153,3 @@ def _centres(counts: Counts) -> Float32:
     centres = (centres - centres[:, mirrored]) / 2
     centres[:, 0] = centres[:, ESCAPE] = 0
     return np.ascontiguousarray(centres, np.float32)
-
-
-def pooled(all_counts: Sequence[Counts]) -> Counts:
-    """Counts of several groups and levels together."""
-    return Counts(*(np.sum(parts, axis=0) for parts in zip(*all_counts, strict=True)))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -40,11 +40,6 @@ _TUNED_ON = 3
 Say = Callable[[str], None]
 
 
-class _Text(NamedTuple):
-    kv: KV
-    continued: list[int]
-
-
 def make_tables(
     runner: ModelRunner, probing: Probing, namespace: Namespace, texts: Sequence[Sequenced], say: Say
 ) -> bytes:
@@ -53,17 +48,20 @@ def make_tables(
     turning = Tables.parse(write_tables(ropes))
     groups = range(len(runner.spec.groups))
     readings: list[list[Reading]] = [[] for _ in groups]
-    read = []
-    for number, one in enumerate(texts):
+    read: list[KV] = []
+    shorter = [
+        Sequenced(t.name, t.domain, t.read[:_READ], (t.read[_READ:] + t.continued)[:_CONTINUED])
+        for t in texts
+    ]
+    for number, one in enumerate(shorter):
         say(f"reading {one.name} ({number + 1} of {len(texts)})")
-        kv = runner.prefill(one.read[:_READ])
-        continued = (one.read[_READ:] + one.continued)[:_CONTINUED]
-        read.append(_Text(kv, continued))
-        queries = probing.queries(kv, continued)
-        passes = list(probing.gradients(kv, continued, _PASSES, seed=number))
+        kv = runner.prefill(one.read)
+        read.append(kv)
+        queries = probing.queries(kv, one.continued)
+        passes = list(probing.gradients(kv, one.continued, _PASSES, seed=number))
         for group in groups:
             k, v = (kv[group][name].astype(np.float32) for name in ("k", "v"))
-            gradients = [one[group] for one in passes]
+            gradients = [each[group] for each in passes]
             readings[group].append(
                 Reading(k, v, [g.k for g in gradients], [g.v for g in gradients], queries[group])
             )
@@ -72,20 +70,16 @@ def make_tables(
     fitted = [fit(spec[group], turning.rope(group), readings[group]) for group in groups]
     readings.clear()
     guess = _guess(fitted)
+    tried = [guess * 2.0**exponent for exponent in range(-2, 3)]
     counts = no_counts()
-    for exponent in range(-2, 3):
-        for group in groups:
-            for text in read:
-                k, v = (text.kv[group][name].astype(np.float32) for name in ("k", "v"))
-                count(counts, fitted[group], turning.rope(group), k, v, guess * 2.0**exponent)
+    for group in groups:
+        for kv in read:
+            k, v = (kv[group][name].astype(np.float32) for name in ("k", "v"))
+            count(counts, fitted[group], turning.rope(group), k, v, tried)
     arrays: dict[str, Array] = {**ropes, **symbol_arrays(counts)}
     for group in groups:
         arrays |= group_arrays(group, fitted[group])
-    tuning = [
-        Sequenced(t.name, t.domain, t.read[:_READ], (t.read[_READ:] + t.continued)[:_CONTINUED])
-        for t in texts
-    ]
-    steps = _steps(runner, namespace, arrays, guess, tuning[:: max(1, len(tuning) // _TUNED_ON)], say)
+    steps = _steps(runner, namespace, arrays, tried, shorter[:: max(1, len(shorter) // _TUNED_ON)], say)
     for name, step in steps.items():
         arrays |= level_arrays(name, step)
     return write_tables(arrays, {"model": runner.name})
@@ -106,11 +100,10 @@ def _guess(fitted: Sequence[Fitted]) -> float:
 
 
 def _steps(
-    runner: ModelRunner, namespace: Namespace, arrays: Mapping[str, Array], guess: float,
+    runner: ModelRunner, namespace: Namespace, arrays: Mapping[str, Array], tried: Sequence[float],
     texts: Sequence[Sequenced], say: Say,
 ) -> dict[str, float]:  # fmt: skip
-    """A step for each level, by what six steps cost on some of the texts, between which KL is a power."""
-    tried = [guess * 2.0**exponent for exponent in (-2, -1, 0, 1, 2)]
+    """A step for each level, by what those `tried` cost on some of the texts, between which KL is a power."""
     named = dict(arrays)
     for number, step in enumerate(tried):
         named |= level_arrays(f"try{number}", step)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvass.calibrate.texts import Text
+from kvass.calibrate.texts import Text, listed
 from kvass.errors import InputError
 from kvass.runner import Branch, ModelRunner
 
@@ -23,48 +23,44 @@ _LONG_LINE = 160
 _KINDS = 17
 
 
-def _listed(words: str) -> list[str]:
-    return words.split(", ")
-
-
-_GIVEN = _listed(
+_GIVEN = listed(
     "Mirela, Tobias, Anouk, Casimir, Ludmila, Oskar, Fenna, Radek, Sunniva, Ivo, Marit, Bastian, Yara, "
     "Emeric, Dagny, Pavel, Liesl, Corin, Amira, Jorund, Thea, Matteo, Signe, Wim"
 )
-_FAMILY = _listed(
+_FAMILY = listed(
     "Dovrin, Halloway, Brenk, Castellan, Ostrava, Lindqvist, Marchetti, Pomeroy, Vantongeren, Szabo, "
     "Kilbride, Arrieta, Thornbury, Demirel, Fauchard, Nygaard, Okonjo, Reinholt, Sandoval, Tremblay, "
     "Ullman, Wexford, Yilmaz, Zanetti"
 )
-_PLACES = _listed(
+_PLACES = listed(
     "north gate, boathouse, old granary, west tower, bakery, signal station, lower mill, chapel, "
     "greenhouse, customs house, ice cellar, printing shop, observatory, tannery, ferry landing, map room"
 )
-_TOWNS = _listed(
+_TOWNS = listed(
     "Harlow, Vesterby, Montclair, Ashbourne, Kirkwall, Oldenburg, Sarnath, Belmonte, Tarrant, Wolvega, "
     "Quimper, Lindau"
 )
-_COLOURS = _listed("green, red, blue, yellow, orange, purple, white, black, brown, grey")
-_GOODS = _listed(
+_COLOURS = listed("green, red, blue, yellow, orange, purple, white, black, brown, grey")
+_GOODS = listed(
     "copper wire, dried apricots, roof tiles, sewing machines, raw wool, olive oil, window glass, church "
     "bells, tinned sardines, cork bark, bicycle frames, sugar beet"
 )
-_FLOWERS = _listed("tulip, rose, daisy, orchid, lily, violet, poppy, iris, sunflower, lavender")
-_TOPICS = _listed(
+_FLOWERS = listed("tulip, rose, daisy, orchid, lily, violet, poppy, iris, sunflower, lavender")
+_TOPICS = listed(
     "deep sea sponges, the history of salt, tower clocks, wild mushrooms, Roman roads, paper folding, "
     "river otters, the art of fencing, migrating cranes, lunar eclipses"
 )
-_MONTHS = _listed(
+_MONTHS = listed(
     "January, February, March, April, May, June, July, August, September, October, November, December"
 )
-_WORDS = _listed(
+_WORDS = listed(
     "amber, falcon, copper, willow, saddle, marble, lantern, thistle, harbor, velvet, pepper, meadow"
 )
-_THINGS = _listed(
+_THINGS = listed(
     "stove, grandfather clock, mirror, piano, bookcase, curtain, barrel, ladder, portrait, wardrobe"
 )
-_PETS = _listed("Biscuit, Juniper, Captain, Pebbles, Marmalade, Domino, Whisker, Clover, Bandit, Pepper")
-_ANIMALS = _listed("dog, cat, horse, parrot, donkey, goat")
+_PETS = listed("Biscuit, Juniper, Captain, Pebbles, Marmalade, Domino, Whisker, Clover, Bandit, Pepper")
+_ANIMALS = listed("dog, cat, horse, parrot, donkey, goat")
 
 
 class Fact(NamedTuple):

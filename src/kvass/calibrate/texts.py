@@ -122,23 +122,24 @@ def _reference(side: _Side) -> Text:
 # -- tables -----------------------------------------------------------------------------------------
 
 
-def _listed(words: str) -> list[str]:
+def listed(words: str) -> list[str]:
+    """Words with commas between."""
     return words.split(", ")
 
 
-_GIVEN = _listed(
+_GIVEN = listed(
     "Ada, Boris, Clara, Dmitri, Elena, Farid, Greta, Hugo, Ines, Jonas, Katya, Lars, Mina, Nils, Olga, "
     "Petra, Quentin, Rosa, Samir, Tove"
 )
-_FAMILY = _listed(
+_FAMILY = listed(
     "Almqvist, Berg, Castro, Dubois, Eriksen, Fontana, Gruber, Haas, Ito, Jansen, Kowalski, Lindt, "
     "Moreau, Novak, Okafor, Peters, Quist, Rossi, Silva, Tanaka"
 )
-_TOWNS = _listed("Bergen, Porto, Graz, Lyon, Turku, Ghent, Brno, Split, Cadiz, Leeds")
-_STATIONS = _listed("harbour, ridge, quarry, airfield, mill, orchard, viaduct, reservoir")
-_STATES = _listed("paid, open, late, returned")
-_WINDS = _listed("N, NE, E, SE, S, SW, W, NW")
-_SKIES = _listed("clear, cloudy, overcast, light rain, heavy rain, fog, snow")
+_TOWNS = listed("Bergen, Porto, Graz, Lyon, Turku, Ghent, Brno, Split, Cadiz, Leeds")
+_STATIONS = listed("harbour, ridge, quarry, airfield, mill, orchard, viaduct, reservoir")
+_STATES = listed("paid, open, late, returned")
+_WINDS = listed("N, NE, E, SE, S, SW, W, NW")
+_SKIES = listed("clear, cloudy, overcast, light rain, heavy rain, fog, snow")
 
 
 def _table(side: _Side) -> Text:

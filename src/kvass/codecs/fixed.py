@@ -12,13 +12,11 @@ from kvass.codecs import fixed_kernels as kernels
 from kvass.codecs import plain
 from kvass.codecs.base import Chunk
 from kvass.codecs.rans import UInt8
+from kvass.codecs.sinks import check_fits, sinks
 from kvass.codecs.tables import Float32, Tables
 from kvass.container import Array, CodecStep
 from kvass.errors import CorruptObjectError, InputError
 from kvass.spec import numpy_dtype
-
-SINKS = 4
-"""Tokens at the beginning of a sequence that are kept exactly."""
 
 _LARGEST = 65504.0
 
@@ -56,12 +54,12 @@ class FixedRate:
             keys = rope.unrotate(keys, chunk.start)
         if max(float(np.abs(keys).max()), float(np.abs(values).max())) > _LARGEST:
             raise InputError(f"{self.name} keeps no values beyond {_LARGEST:.0f}, and there are such")
-        sinks = _sinks(chunk)
+        kept = sinks(chunk)
         stored: dict[str, Array] = {}
-        stored["k"], stored["k_grid"] = plain.quantised_keys(keys, self.bits, self._key_group(chunk), sinks)
+        stored["k"], stored["k_grid"] = plain.quantised_keys(keys, self.bits, self._key_group(chunk), kept)
         stored["v"], stored["v_grid"] = plain.quantised_values(values, self.bits, self._value_group(chunk))
-        for name in ("k", "v") if sinks else ():
-            stored[f"{name}_first"] = np.ascontiguousarray(arrays[name][:, :sinks])
+        for name in ("k", "v") if kept else ():
+            stored[f"{name}_first"] = np.ascontiguousarray(arrays[name][:, :kept])
         return stored
 
     def decode(self, stored: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
@@ -81,8 +79,8 @@ class FixedRate:
         decode = _decode_bfloat16 if chunk.group.dtype == "bfloat16" else _decode_other
         groups = self._key_group(chunk), self._value_group(chunk)
         found = decode(stored, grids, self.bits, groups, self._rows(chunk), chunk)
-        for name in ("k", "v") if _sinks(chunk) else ():
-            found[name][:, : _sinks(chunk)] = stored[f"{name}_first"]
+        for name in ("k", "v") if sinks(chunk) else ():
+            found[name][:, : sinks(chunk)] = stored[f"{name}_first"]
         return found
 
     def _key_group(self, chunk: Chunk) -> int:
@@ -105,7 +103,7 @@ class FixedRate:
 
     def _stored(self, chunk: Chunk) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         group, tokens = chunk.group, chunk.tokens
-        layers, heads, sinks = len(group.layers), group.kv_heads, _sinks(chunk)
+        layers, heads, kept = len(group.layers), group.kv_heads, sinks(chunk)
         key_groups = -(-tokens // self._key_group(chunk))
         value_groups = -(-group.v_head_dim // self._value_group(chunk))
         byte, half = np.dtype(np.uint8), np.dtype(np.float16)
@@ -115,18 +113,13 @@ class FixedRate:
             "k_grid": ((layers, key_groups, heads, 2, group.head_dim), half),
             "v_grid": ((layers, tokens, heads, value_groups, 2), half),
         }
-        for name in ("k", "v") if sinks else ():
-            found[f"{name}_first"] = (group.shape(name, sinks), numpy_dtype(group.dtype))
+        for name in ("k", "v") if kept else ():
+            found[f"{name}_first"] = (group.shape(name, kept), numpy_dtype(group.dtype))
         return found
 
 
-def _sinks(chunk: Chunk) -> int:
-    return max(0, min(SINKS - chunk.start, chunk.tokens))
-
-
 def _finite(name: str, array: Array, chunk: Chunk) -> Float32:
-    if array.shape != chunk.group.shape(name, chunk.tokens) or array.dtype != numpy_dtype(chunk.group.dtype):
-        raise InputError(f"array {name!r} is {array.dtype} {array.shape}, which its chunk is not")
+    check_fits(name, array, chunk)
     wide = array.astype(np.float32)
     if not np.isfinite(wide).all():
         raise InputError(f"array {name!r} has values that are not finite; only exact codecs keep them")

@@ -15,15 +15,12 @@ from kvass.codecs import transform_basis as basis
 from kvass.codecs import transform_kernels as kernels
 from kvass.codecs.base import Chunk
 from kvass.codecs.rans import UInt16, UInt32
+from kvass.codecs.sinks import check_fits, sinks
 from kvass.codecs.tables import Float32, Rope, Tables
 from kvass.codecs.transform_tables import Calibrated, Side, frequencies
 from kvass.container import Array, CodecStep
 from kvass.errors import CorruptObjectError, InputError
 from kvass.spec import numpy_dtype
-
-SINKS = 4
-"""Tokens at a sequence's start that are stored as they are: attention ends up there, and nothing else counts
-as much."""
 
 ORIGIN = 4096
 """Where a chunk ends, as far as the probes are concerned: they were turned to stand behind it."""
@@ -63,11 +60,11 @@ class Transform:
         if arrays.keys() != {"k", "v"}:
             raise InputError(f"{self.name} takes arrays k and v, not {sorted(arrays)}")
         try:
-            group, kept = self._fitting(chunk), _sinks(chunk)
+            group, kept = self._fitting(chunk), sinks(chunk)
         except CorruptObjectError as error:
             raise InputError(f"{self.name} cannot code this chunk: {error}") from error
         for name in ("k", "v"):
-            _check(name, arrays[name], chunk)
+            check_fits(name, arrays[name], chunk)
         work = _Work(group, chunk, self._tables.rope(chunk.number))
         states, escapes = rans.fresh(), []
         words = np.empty(group.layers * work.room + rans.STATE_WORDS, np.uint16)
@@ -89,7 +86,7 @@ class Transform:
 
     def decode(self, stored: Mapping[str, Array], chunk: Chunk) -> dict[str, Array]:
         """See `Codec.decode`."""
-        group, kept = self._fitting(chunk), _sinks(chunk)
+        group, kept = self._fitting(chunk), sinks(chunk)
         first = {name: _kept(stored, name, chunk, kept) for name in ("k", "v")} if kept else {}
         if len(stored) != 1 + len(first):
             raise CorruptObjectError("object holds arrays that its codec does not write")
@@ -250,21 +247,12 @@ def _restore(
         target[:] = plain.narrowed(shaped, target.dtype)
 
 
-def _check(name: str, array: Array, chunk: Chunk) -> None:
-    if array.shape != chunk.group.shape(name, chunk.tokens) or array.dtype != numpy_dtype(chunk.group.dtype):
-        raise InputError(f"array {name!r} is {array.dtype} {array.shape}, which its chunk is not")
-
-
 def _most(group: Calibrated, tokens: int) -> int:
     """Bytes of a chunk's longest stream: a word for each symbol, and each level an escape."""
     levels = group.layers * tokens * group.width
     filled = group.layers * (tokens * (group.heads + group.width + rans.LANES) + rans.LANES)
     most: int = 4 * _LENGTHS + 2 * (rans.STATE_WORDS + filled) + 4 * levels
     return most
-
-
-def _sinks(chunk: Chunk) -> int:
-    return max(0, min(SINKS - chunk.start, chunk.tokens))
 
 
 def _kept(stored: Mapping[str, Array], name: str, chunk: Chunk, kept: int) -> Array:
