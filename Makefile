@@ -35,9 +35,11 @@ $(VENV)/tests: $(VENV)/made tests/vllm-requirements.txt
 demo: venv
 	$(BIN)/kvass demo
 
+# Two workers; then, with nothing beside it, what measures time.
 test: $(VENV)/tests
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest tests --cov=kvass --cov-report=
+	$(BIN)/python -m pytest tests -n 2 -m 'not alone' --cov=kvass --cov-report=
+	$(BIN)/python -m pytest tests -m alone --cov=kvass --cov-append --cov-report=
 	$(BIN)/coverage report --include='src/kvass/cache/*,src/kvass/tiers/*,src/kvass/container.py,src/kvass/keys.py' --fail-under=95
 
 check: venv

@@ -11,12 +11,20 @@ import pytest
 # Before anything imports huggingface_hub, which reads it once: no test may reach for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# A core for each worker, before anything imports torch: else the threads of all would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests that are started in the background may find it ignored, and what they start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Taken out, since kvass refuses a KVASS_ variable that is no setting.
-_TEST_MODELS = os.environ.pop("KVASS_TEST_MODELS", "")
+# Renamed, since kvass refuses a KVASS_ variable that is no setting; workers get it from who starts them.
+_MODELS = "TESTS_MODELS_PATH"
+if "KVASS_TEST_MODELS" in os.environ:
+    os.environ[_MODELS] = os.environ.pop("KVASS_TEST_MODELS")
+
+pytest_plugins = ["fixtures.workers"]
 
 if TYPE_CHECKING:
     from kvass.engines.transformers.load import LoadedModel
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 def models_path() -> Path:
     """Where converted models are kept from run to run (KVASS_TEST_MODELS), so that each is made once."""
     root = Path(__file__).resolve().parents[1]
-    path = Path(_TEST_MODELS or root / ".cache" / "models").absolute()
+    path = Path(os.environ.get(_MODELS) or root / ".cache" / "models").absolute()
     path.mkdir(parents=True, exist_ok=True)
     return path
 

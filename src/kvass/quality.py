@@ -1,8 +1,5 @@
 """Certificates, which say what an approximation costs in quality, and the gate that asks them."""
 
-import contextlib
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +12,7 @@ from blake3 import blake3
 from kvass.codecs.tables import Tables
 from kvass.errors import InputError, ModelFilesError
 from kvass.keys import Namespace, lossy_namespace
+from kvass.models import build_once
 
 CERTIFICATE_FORMAT: Final = 1
 _MAX_CERTIFICATE_BYTES: Final = 1 << 20
@@ -150,16 +148,15 @@ def keep_calibrated(
     ):
         raise InputError("the certificate is of other tables or of another model; measure with these")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "certificate.json").unlink(missing_ok=True)
-        _replace(folder / "tables.safetensors", tables)
-        if certificate is not None:
-            raw = msgspec.json.format(msgspec.json.encode(certificate.sealed()), indent=1)
-            _replace(folder / "certificate.json", raw)
     except OSError as error:
         raise ModelFilesError(
             f"cannot write {folder}: {error}; the setting models_path says where models are kept"
         ) from error
+    _replace(folder / "tables.safetensors", tables)
+    if certificate is not None:
+        raw = msgspec.json.format(msgspec.json.encode(certificate.sealed()), indent=1)
+        _replace(folder / "certificate.json", raw)
     return folder
 
 
@@ -168,17 +165,7 @@ def _bound_to(certificate: Certificate) -> tuple[str, str, str, str]:
 
 
 def _replace(path: Path, raw: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        draft = Path(file.name)
-        try:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-            draft.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
+    build_once(path, lambda draft: draft.write_bytes(raw), ready=lambda _: False)
 
 
 class Gate:

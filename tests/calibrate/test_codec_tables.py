@@ -80,8 +80,9 @@ def test_levels_cost_what_they_save(tiny: LoadedModel) -> None:
     runner = TransformersRunner(tiny)
     texts = [Sequenced(f"text {n}", "random", tokens(10 + n, 400), tokens(20 + n, 60)) for n in range(3)]
     namespace = _namespace(runner)
-    raw = make_tables(runner, Probing(tiny, runner.spec), namespace, texts[:2], lambda line: None)
-    assert raw == make_tables(runner, Probing(tiny, runner.spec), namespace, texts[:2], lambda line: None)
+    probing = Probing(tiny, runner.spec)
+    raw = make_tables(runner, probing, namespace, texts[:1], texts[1:2], lambda line: None)
+    assert raw == make_tables(runner, probing, namespace, texts[:1], texts[1:2], lambda line: None)
     tables = Tables.parse(raw)
     coders = {level: as_stored(Transform(tables, level), namespace) for level in LEVELS}
     found = evaluate(runner, coders, texts[2:], [])

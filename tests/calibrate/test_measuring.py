@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from drawing import tokens
 
+from kvass.calibrate import certify
 from kvass.calibrate.certify import as_stored, measure
 from kvass.calibrate.evaluate import evaluate
 from kvass.calibrate.tasks import FactContext
@@ -133,6 +134,22 @@ def test_a_sequence_is_coded_chunk_by_chunk_as_objects(runner: TransformersRunne
     for arrays, there in zip(kv, decoded, strict=True):
         for name, array in arrays.items():
             assert (there[name].view(np.uint16) == array.view(np.uint16) & 0xFFFE).all()
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_each_chunk_is_coded_for_where_the_sequence_ends(
+    runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch, aware: bool
+) -> None:
+    codec, headers = _Recording(), []
+    codec.lossless, codec.end_aware = False, aware
+    encoded = certify.Encoded
+    monkeypatch.setattr(
+        certify, "Encoded", lambda header, arrays: headers.append(header) or encoded(header, arrays)
+    )
+    as_stored(codec, _namespace(runner), chunk_tokens=128)(runner.prefill(tokens(1, 300)))
+    wanted = [behind for behind in (172, 44, 0) for _ in runner.spec.groups]
+    assert [chunk.behind for chunk in codec.chunks] == (wanted if aware else [0] * len(wanted))
+    assert [header.provenance.behind for header in headers] == [chunk.behind for chunk in codec.chunks]
 
 
 def test_raw_loses_nothing_and_stores_its_headers(runner: TransformersRunner) -> None:

@@ -1,7 +1,6 @@
 """`kvass quality`: the certificate as a table, a plot and JSON."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from kvass.cli import app
 from kvass.cli.quality import plotted
 from kvass.codecs.tables import Tables, write_tables
 from kvass.engines.transformers.layers import kv_spec
-from kvass.engines.transformers.shapes import spec_of_config
+from kvass.engines.transformers.load import certified_namespace
+from kvass.engines.transformers.runner import TransformersRunner
 from kvass.errors import ModelFilesError
 from kvass.models.shared import shared_namespace
 from kvass.quality import Measured, binding, calibrated_folder, certify, keep_calibrated
@@ -116,8 +116,8 @@ def test_the_config_alone_leads_to_the_certificate(
 ) -> None:
     """What the command finds without weights is what a loaded model's certificate is bound to."""
     loaded = request.getfixturevalue(name)
-    of: Callable = lambda spec: shared_namespace(loaded.directory, spec, "", models_path=models_path)  # noqa: E731
-    live = of(kv_spec(loaded.model))
-    found = of(spec_of_config(str(loaded.directory), "float32", models_path))
+    spec = TransformersRunner(loaded).spec
+    live = shared_namespace(loaded.directory, spec, "", models_path=models_path)
+    found = certified_namespace(str(loaded.directory), models_path)
     assert binding(live) == binding(found)
     assert calibrated_folder(models_path, live) == calibrated_folder(models_path, found)

@@ -124,7 +124,7 @@ def test_levels_agree_with_plain_numpy(tokens, heads, dims, seed):
     runs = twin.padded(kinds, idle), twin.padded(found, 0)
     words = np.empty(len(runs[0]) + rans.STATE_WORDS, np.uint16)
     states = rans.fresh()
-    at = kernels.coded(rans.coding_tables(frequencies), *runs, words, len(words), states)
+    at = rans.encode_run(rans.coding_tables(frequencies), *runs, words, len(words), states)
     at = rans.finish(words, at, states)
     stored = twin.stream(frequencies, [runs], beyond)
     assert np.array_equal(words[at:].astype("<u2").view(np.uint8), stored[8 : 8 + 2 * len(words[at:])])

@@ -71,6 +71,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_OPEN_SECONDS", 0.5)
 
 
+@pytest.mark.alone
 def test_a_process_stands_still_with_the_write_lock(shm: Path, server: ForkServer, patience: None) -> None:
     path, budget = shm / "tier", 64 << 20
     tokens = text(0, 0, 60)
@@ -101,6 +102,7 @@ def test_a_process_stands_still_with_the_write_lock(shm: Path, server: ForkServe
     assert_consistent(path, budget)
 
 
+@pytest.mark.alone
 def test_opening_while_a_process_stands_still(shm: Path, server: ForkServer, patience: None) -> None:
     path, budget = shm / "tier", 64 << 20
     with opened(path, budget):

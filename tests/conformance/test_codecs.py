@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import strategies as st
 
-from fixtures.coders import Halved, Stream, tables
+from fixtures.coders import Ending, Halved, Stream, tables
 from kvass.codecs import registry
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
-from kvass.codecs.registry import LOSSY, NotDecodableError, codec, codec_of, is_lossless
+from kvass.codecs.registry import LOSSY, NotDecodableError, codec, codec_of, is_end_aware, is_lossless
 from kvass.codecs.tables import Tables
 from kvass.container import CodecStep
 from kvass.errors import ConfigError, CorruptObjectError
@@ -39,6 +39,13 @@ class TestHalved(CodecConformance):
         return st.just(self.group)
 
 
+class TestEnding(TestHalved):
+    """One that cares how far its chunk is from the end."""
+
+    def make_codec(self) -> Codec:
+        return Ending(Tables.parse(tables()))
+
+
 def test_a_codec_is_found_by_its_name() -> None:
     assert isinstance(codec("raw"), Raw)
     assert is_lossless("raw")
@@ -62,6 +69,30 @@ def test_what_a_codec_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         codec("q2", Tables.parse(tables()))
     with pytest.raises(NotDecodableError, match="numba"):
         codec_of([CodecStep("lossless")])
+
+
+def test_who_cares_for_a_sequences_end_is_known_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: str) -> None:
+        raise ModuleNotFoundError("no numba", name="numba")
+
+    class Point:
+        def __init__(self, name: str, made: type):
+            self.name, self._made = name, made
+
+        def load(self) -> type:
+            if self._made is ImportError:
+                raise self._made("no such module")
+            return self._made
+
+    points = [Point("near", Halved), Point("ending", Ending), Point("broken", ImportError)]
+    monkeypatch.setattr(registry, "entry_points", lambda **_: points)
+    for name, line in registry._BUILT_IN.items():
+        pytest.importorskip("numba")
+        assert registry._imported(name, line.module).__dict__[line.made_as].end_aware == is_end_aware(name)
+    monkeypatch.setattr(registry, "import_module", broken)
+    assert [is_end_aware(name) for name in ("raw", "int8", "kivi2", "q1", "q4")] == [False] * 3 + [True] * 2
+    assert [is_end_aware(name) for name in ("near", "ending")] == [False, True]
+    assert is_end_aware("broken") and is_end_aware("no-such-codec")  # nobody knows: the careful answer
 
 
 def test_a_lossy_codec_needs_the_tables_that_it_was_used_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,24 +5,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.ports import free_ports
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lab.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.S | re.M)
 _MARK = "@@@"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _script() -> str:
@@ -37,7 +31,7 @@ def _script() -> str:
             name = re.match(r"# (\w+\.py)\n", block)
             assert name, "a Python block must say which file it is"
             lines.append(f"cat > {name[1]} <<'LAB_END'\n{block}LAB_END")
-    return "\n".join(lines).replace("8000", str(_free_port()))
+    return "\n".join(lines).replace("8000", str(free_ports(1)[0]))
 
 
 @pytest.mark.model

@@ -378,6 +378,7 @@ def test_a_consumer_that_is_only_slow_keeps_its_turn(engine: Engine) -> None:
     assert began[0] >= over - 0.05
 
 
+@pytest.mark.alone
 def test_two_answers_in_one_thread_take_turns(engine: Engine) -> None:
     prompts = [text(70), text(80, seed=3)]
     began = time.monotonic()
@@ -401,6 +402,7 @@ def test_who_waits_can_be_cancelled(engine: Engine) -> None:
     assert len(list(holder)) == 255
 
 
+@pytest.mark.alone
 def test_an_iterator_that_is_dropped_gives_its_turn_back(engine: Engine) -> None:
     answer: Iterator[Step] | None = engine.generate(text(70))
     assert answer is not None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx2 as httpx
 
+from harness.ports import free_ports
 from harness.servers import Server, end, environment
 
 VLLM_START_SECONDS = 300
@@ -93,8 +94,7 @@ def before(upstream: str, folder: Path, *arguments: str, **settings: str) -> Ite
 @contextmanager
 def vllm(model: Path, folder: Path, *arguments: str) -> Iterator[str]:
     """The address of a vLLM that serves a model as `m`, until the end of the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
         "--port", str(port), "--model", str(model), "--served-model-name", "m", "--dtype", "float32",

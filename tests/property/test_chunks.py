@@ -83,7 +83,6 @@ def test_what_is_no_id_is_refused(given_: list[int], wrong: Any, data: st.DataOb
         np.array([1], "m8[s]"),
         np.array([2**63], "u8"), np.array([-1], "i1"), np.array([MAX_TOKEN_ID + 1]),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_is_no_flat_sequence_of_ids_is_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match="token ids must"):

@@ -65,6 +65,7 @@ def test_a_write_that_fails_at_its_end_leaves_nothing(server: RedisServer) -> No
     store.close()
 
 
+@pytest.mark.alone
 def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_set(server: RedisServer) -> None:
     with opened(server, remote_call_seconds=0.3) as store:
         put(store, "one", b"1")
@@ -83,6 +84,7 @@ def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_set(server: 
         assert (get(store, "two"), get(store, "one")) == (b"2", b"1")
 
 
+@pytest.mark.alone
 def test_what_takes_connections_and_says_nothing_is_not_waited_for() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

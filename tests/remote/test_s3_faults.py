@@ -121,6 +121,7 @@ def test_a_later_part_that_fails_fails_the_object(nasty: NastyS3, victim: S3Stor
         victim.get("big", LIMIT)
 
 
+@pytest.mark.alone
 def test_a_server_that_hangs_is_unavailable_within_the_time(nasty: NastyS3, impatient: S3Store) -> None:
     def late(call: Callable[[], object]) -> None:
         began = time.monotonic()
@@ -196,6 +197,7 @@ def test_many_names_are_asked_for_over_few_connections(nasty: NastyS3, victim: S
     assert nasty.connections < 100
 
 
+@pytest.mark.alone
 def test_a_server_that_is_not_there_is_unavailable_at_once() -> None:
     store = opened("http://127.0.0.1:1", remote_call_seconds=5)
     for call in calls(store):

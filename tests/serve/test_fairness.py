@@ -56,6 +56,7 @@ def test_each_document_is_read_once_whenever_its_readers_come(start: Callable[..
     assert sum(one > 700 for one in computed) == 2, computed
 
 
+@pytest.mark.alone
 def test_a_prompt_of_another_tenant_is_as_slow_as_one_never_seen(shared: Server) -> None:
     seconds: dict[str, list[float]] = {"own": [], "other": [], "new": []}
     for number in range(15):
@@ -74,6 +75,7 @@ def test_a_prompt_of_another_tenant_is_as_slow_as_one_never_seen(shared: Server)
     assert own < 0.8 * new, seconds  # or the figures would say nothing
 
 
+@pytest.mark.alone
 def test_a_tenant_that_fills_its_queue_leaves_others_theirs(shared: Server) -> None:
     statuses: list[int] = []
 

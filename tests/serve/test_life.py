@@ -103,6 +103,7 @@ def test_past_the_grace_requests_are_cut_off_and_still_kept(
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
 
 
+@pytest.mark.alone
 def test_a_memory_of_answers_that_somebody_locks_holds_nobody_up(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_memory_of_answers_that_somebody_locks_holds_nobody_up(
     assert slowest < 0.7  # the answer itself waits for a second
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_it_at_once(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start(folder=tmp_path)
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})

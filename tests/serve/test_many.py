@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from harness.servers import Server, head
 
@@ -92,6 +93,7 @@ def test_past_the_bound_a_client_is_told_when_to_come_again(start: Callable[...,
         assert reply.json()["error"]["type"] == "rate_limit_error"
 
 
+@pytest.mark.alone
 def test_who_goes_away_stops_its_work_within_a_second(
     start: Callable[..., Server], smollm2_fp32: Any
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_long_answer_does_not_hold_up_a_short_one(server: Server) -> None:
     long.join()
 
 
+@pytest.mark.alone
 def test_tenants_take_turns(start: Callable[..., Server]) -> None:
     """A tenant with a full queue delays another's one request by one request, not by all."""
     keys = {name: f"{name}-key-0123456789" for name in ("busy", "calm")}

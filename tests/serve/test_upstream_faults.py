@@ -169,6 +169,7 @@ def test_a_client_that_reads_slowly_fills_no_memory(start: Callable[..., Server]
         small.until("aborted", aborted + 1)  # who takes nothing is let go
 
 
+@pytest.mark.alone
 def test_no_piece_of_an_answer_waits_for_the_client_to_confirm_another(front: Server) -> None:
     """Where a connection has Nagle's algorithm on, that is about 40 ms each time."""
     seconds = []

@@ -62,6 +62,7 @@ def took(began: float) -> float:
 # -- a writer that stands still -------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_a_writer_that_stands_still_delays_nobody_beyond_the_deadline(make_cache) -> None:
     cache = make_cache(store_deadline=0.3)
     store(cache, prompt(1, 100))
@@ -498,6 +499,7 @@ def test_shared_work_is_done_once_and_waits_for_no_stranger() -> None:
         workers.share(fail, range(8))
 
 
+@pytest.mark.alone
 def test_closing_gives_up_on_a_job_that_stands_still_only() -> None:
     workers, release = Workers(1, "test"), threading.Event()
     for _ in range(20):

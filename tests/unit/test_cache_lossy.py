@@ -14,6 +14,7 @@ from fixtures.coders import (
     Halved,
     Stream,
     calibrate,
+    finite,
     install,
     measured,
     rounded,
@@ -55,16 +56,6 @@ def models(tmp_path):
     for space in SPACES:
         calibrate(tmp_path, space)
     return tmp_path
-
-
-def finite(tokens, space: Namespace) -> Pool:
-    """The KV that the model of an exact namespace has for a text, without NaN and infinities."""
-    pool = kv(tokens, space)
-    for number in range(len(space.spec.groups)):
-        for array in pool.arrays(number, 0, pool.capacity).values():
-            size = array.dtype.itemsize
-            array.view(np.uint8)[..., size - 1 :: size] &= 0xBF
-    return pool
 
 
 def store(cache: KVCache, tokens, space: Namespace = SPACE, under: Namespace | None = None, source=None):

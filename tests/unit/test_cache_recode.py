@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from fixtures.coders import LOSSLESS, LOSSY, calibrate, install, measured, rounded
+from fixtures.coders import LOSSLESS, LOSSY, calibrate, finite, install, measured, rounded
 from fixtures.world import CHUNK, WINDOWED, blank, kv, namespace, prompt, same
 from kvass.cache import KVCache
 from kvass.errors import ConfigError, CorruptObjectError
@@ -43,14 +43,6 @@ def gate(tmp_path) -> Gate:
     for space in SPACES:
         calibrate(tmp_path, space)
     return Gate(tmp_path)
-
-
-def finite(tokens, space: Namespace):
-    pool = kv(tokens, space)
-    for number in range(len(space.spec.groups)):
-        for array in pool.arrays(number, 0, pool.capacity).values():
-            array.view(np.uint8)[..., array.dtype.itemsize - 1 :: array.dtype.itemsize] &= 0xBF
-    return pool
 
 
 def store(cache: KVCache, tokens, space: Namespace) -> None:

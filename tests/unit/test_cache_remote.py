@@ -143,6 +143,7 @@ def test_an_object_in_the_place_of_another_is_a_miss(make: MakeCache, far: Fault
     assert hit(make(), text) == 3 * CHUNK
 
 
+@pytest.mark.alone
 def test_a_far_tier_that_hangs_costs_a_lookup_its_deadline_and_then_nothing(
     make: MakeCache, far: FaultyStore
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_load_from_afar_ends_with_its_time(make: MakeCache, far: FaultyStore) 
         assert array.tobytes() == now.tobytes()
 
 
+@pytest.mark.alone
 def test_an_engine_does_not_wait_for_a_far_tier_that_is_slow_to_write(
     make: MakeCache, far: FaultyStore
 ) -> None:

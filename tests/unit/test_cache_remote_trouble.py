@@ -65,6 +65,7 @@ def test_a_hole_in_one_far_tier_is_filled_from_the_next_while_staging(make: Make
     assert staged(make(first, second)) == 10 * CHUNK
 
 
+@pytest.mark.alone
 def test_a_load_does_not_wait_for_what_others_stage(make: MakeCache) -> None:
     far = FaultyStore()
     cache, other = make(far), prompt(2, 40 * CHUNK)
@@ -91,6 +92,7 @@ def test_slow_writes_do_not_turn_lookups_into_misses(make: MakeCache) -> None:
     assert [cache.lookup(TEXT, namespace()).length for _ in range(4)] == [10 * CHUNK] * 4
 
 
+@pytest.mark.alone
 def test_a_store_does_not_wait_for_what_is_read_from_afar(make: MakeCache) -> None:
     far, space, text = FaultyStore(), namespace(BIG), prompt(5, 32 * CHUNK)
     store(make(far), text, space)

@@ -180,6 +180,7 @@ def silent() -> Iterator[str]:
         yield "{}:{}".format(*one.getsockname()[:2])
 
 
+@pytest.mark.alone
 def test_servers_that_do_not_answer_hold_it_up_for_seconds(
     machine: Path, monkeypatch: pytest.MonkeyPatch, silent: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_nobody_can_tell_without_a_list_of_mounts(monkeypatch: pytest.MonkeyPatc
     assert not on_tmpfs(Path("/dev/shm"))
 
 
+@pytest.mark.alone
 def test_only_regular_files_are_objects(tmp_path: Path) -> None:
     regular = tmp_path / "regular"
     regular.write_bytes(b"0123456789")
@@ -413,6 +414,7 @@ def test_a_value_that_a_row_cannot_hold_is_the_callers_mistake(shm: Path) -> Non
 # -- closing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_closing_leaves_a_tier_that_is_in_use(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "_CLOSE_SECONDS", 0.2)
     tier = DirectoryTier(shm / "tier", BUDGET, name="host")

@@ -576,6 +576,13 @@ SAYS = {
     "no codec": inner("codec", []),
     "another provenance": inner("provenance", {"kind": "approximate"}),
     "provenance with more": inner("provenance", {"kind": "exact", "by": "x"}),
+    "lossy provenance": inner("provenance", {"kind": "lossy", "codec": "x", "tables": "0" * 64}),
+    **{
+        f"lossy provenance with {behind} behind": inner(
+            "provenance", {"kind": "lossy", "codec": "x", "tables": "0" * 64, "behind": behind}
+        )
+        for behind in (0, -1, 1 << 31, 1.5)
+    },
     "condensed": inner("condensed", {}),
     "another tenant": forged(lambda made: made.inner["namespace"].update(tenant="t" * 64)),
     "other weights": forged(lambda made: made.inner["namespace"].update(weights="v" * 64)),

@@ -55,6 +55,7 @@ def test_all_existence_checks_are_one_call(store: FaultyStore, tier: RemoteTier)
     assert store.names["exists"] == [500]
 
 
+@pytest.mark.alone
 def test_a_server_that_does_not_answer_is_waited_for_until_the_deadline(
     store: FaultyStore, tier: RemoteTier
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_server_that_is_away_is_left_alone_until_a_probe_succeeds(
     assert metrics.remote_state.labels("faulty")._value.get() == 0
 
 
+@pytest.mark.alone
 def test_one_caller_probes_and_the_others_do_not_wait(store: FaultyStore, tier: RemoteTier) -> None:
     store.trouble = away
     with pytest.raises(TierUnavailableError):

@@ -1,5 +1,7 @@
 """Engines of vLLM over tiers in memory, and what vLLM answers without kvass."""
 
+import json
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -7,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from harness.vllm_server import Engines
 
+_SHALLOW_LAYERS = 6
 WORDS = "The history of computing is long, and every part of it was once new. "
 
 
@@ -39,6 +43,27 @@ def smollm2(models_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def gemma3(models_path: Path) -> Path:
     return _converted("gemma3-270m", models_path)
+
+
+@pytest.fixture(scope="session")
+def shallow(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's first layers: quick, for what happens around a model rather than in it."""
+    folder = tmp_path_factory.mktemp("shallow")
+    for path in smollm2.iterdir():
+        (folder / path.name).symlink_to(path)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    config = json.loads((smollm2 / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": _SHALLOW_LAYERS}))
+    weights = load_file(smollm2 / "model.safetensors")
+    number = re.compile(r"layers\.(\d+)\.")
+    kept = {
+        name: array
+        for name, array in weights.items()
+        if not (found := number.search(name)) or int(found[1]) < _SHALLOW_LAYERS
+    }
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def _converted(name: str, models_path: Path) -> Path:
@@ -79,6 +104,14 @@ def expected(
 def _plain(engines: Engines, model: Path, prompts: list[list[int]], folder: Path) -> list[dict[str, Any]]:
     found = engines.ask("answers", folder, model=str(model), groups=[[one] for one in prompts])
     return [answer for (answer,) in found["groups"]]
+
+
+@pytest.fixture(scope="session")
+def answered(
+    engines: Engines, shallow: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What the first layers alone answer to each of them without kvass."""
+    return _plain(engines, shallow, prompts, tmp_path_factory.mktemp("plain-shallow"))
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,9 @@ def test_cold_and_warm_answers_are_those_without_kvass_and_each_block_is_stored_
 
 
 def test_what_is_stored_is_told_in_vllms_own_events(
-    engines: Engines, smollm2: Path, place: Answer, prompts: list[list[int]], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    job = {"model": str(smollm2), "kvass": place, "prompts": prompts[:1]}
+    job = {"model": str(shallow), "kvass": place, "prompts": prompts[:1]}
     (event,) = engines.ask("told", tmp_path, **job)["events"]
     assert event == {"blocks": 3, "tokens": prompts[0][:384], "medium": "CPU", "follows": False}
 
@@ -50,35 +50,35 @@ def test_a_restarted_process_hits_what_the_first_stored(
 
 
 def test_chunked_and_preempted_requests_are_answered_right_and_resume_from_what_was_stored(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
     small = {
         "max_num_batched_tokens": 320, "max_num_seqs": 4, "num_gpu_blocks_override": 14,
         "max_model_len": 1024,
     }  # fmt: skip
-    job = {"model": str(smollm2), "kvass": place, "engine": small, "prompts": prompts}
+    job = {"model": str(shallow), "kvass": place, "engine": small, "prompts": prompts}
     found = engines.ask("preempted", tmp_path, **job)
     assert found["preemptions"]
-    assert_all_same(found["answers"], expected)
+    assert_all_same(found["answers"], answered)
 
 
 def test_an_abort_in_mid_load_leaves_nothing_behind(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
-    job = {"model": str(smollm2), "kvass": place}
+    job = {"model": str(shallow), "kvass": place}
     engines.ask("answers", tmp_path, **job, groups=[prompts[:1]])
     found = engines.ask("aborted", tmp_path, **job, prompts=prompts[:2])
-    assert_all_same(found["answers"], expected[:1])
+    assert_all_same(found["answers"], answered[:1])
     assert found["kept"] == {"requests": 0, "loading": 0, "leases": 0}
-    assert_all_same(found["after"], expected[:2])
+    assert_all_same(found["after"], answered[:2])
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_corrupt_objects_are_recomputed(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path,
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path,
     policy: str,
 ) -> None:  # fmt: skip
-    job = {"model": str(smollm2), "kvass": place | {"disk_bytes": 0}}
+    job = {"model": str(shallow), "kvass": place | {"disk_bytes": 0}}
     engines.ask("answers", tmp_path, **job, groups=[prompts[:1]])
     corrupt(place)
     sharing = {"enable_prefix_caching": True}
@@ -94,10 +94,10 @@ def test_corrupt_objects_are_recomputed(
     counts, found = found["counts"], found["groups"]
     assert counts["kvass_hit_tokens"] == (HIT if policy == "recompute" else 128)
     assert counts.get("kvass_failed_loads", 0) == (1 if policy == "recompute" else 0)
-    assert_all_same(found[0] + found[1], expected)
+    assert_all_same(found[0] + found[1], answered)
     assert {answer["reason"] for group in found for answer in group} == {"length"}
     again = engines.ask("answers", tmp_path, **job, groups=[prompts])["groups"]
-    assert_all_same(again[0], expected)
+    assert_all_same(again[0], answered)
     assert all(answer["cached"] == HIT for answer in again[0])
 
 
@@ -118,23 +118,23 @@ def corrupt(place: Answer) -> None:
 
 
 def test_kill_9_in_mid_store_leaves_only_right_state(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
-    job = {"model": str(smollm2), "kvass": place}
+    job = {"model": str(shallow), "kvass": place}
     running = engines.begin("killed", tmp_path, **job, prompts=prompts[:1], objects=2)
     assert engines.wait(running.pid) == -signal.SIGKILL
     found = engines.ask("answers", tmp_path, **job, groups=[prompts[:1], prompts[:1]])["groups"]
-    assert_same(found[0][0], expected[0])
-    assert_same(found[1][0], expected[0])
+    assert_same(found[0][0], answered[0])
+    assert_same(found[1][0], answered[0])
     assert found[0][0]["cached"] < HIT
     assert found[1][0]["cached"] == HIT
 
 
 def test_two_engines_at_once_share_one_tier(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
-    job = {"model": str(smollm2), "kvass": place, "groups": [prompts[:4], prompts[4:]]}
+    job = {"model": str(shallow), "kvass": place, "groups": [prompts[:4], prompts[4:]]}
     running = [engines.begin("answers", tmp_path / name, **job) for name in "ab"]
     for one in running:
         found = one.result()["groups"]
-        assert_all_same(found[0] + found[1], expected)
+        assert_all_same(found[0] + found[1], answered)

@@ -13,15 +13,15 @@ HIT = 384
 
 
 def test_an_engine_hits_what_one_on_another_machine_stored_and_does_without_when_it_is_gone(
-    engines: Engines, smollm2: Path, place: Answer, prompts: list[list[int]], expected: list[Answer],
+    engines: Engines, shallow: Path, place: Answer, prompts: list[list[int]], answered: list[Answer],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     def on_a_machine(name: str, url: str) -> list[int]:
         host = f"{place['host_path']}-{name}"
         kvass = place | {"disk_bytes": 0, "redis_url": url, "host_path": host}
-        job = {"model": str(smollm2), "groups": [prompts[:1], prompts[1:4]], "kvass": kvass}
+        job = {"model": str(shallow), "groups": [prompts[:1], prompts[1:4]], "kvass": kvass}
         found = engines.ask("answers", tmp_path, **job)["groups"]
-        assert_all_same(found[0] + found[1], expected[:4])
+        assert_all_same(found[0] + found[1], answered[:4])
         return [answer["cached"] for group in found for answer in group]
 
     with redis_server() as server:

@@ -16,7 +16,7 @@ HIT = 384
 
 
 def test_salts_and_permissions_are_kept_to(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
     other = [prompts[1][1:]]
     asked: list[tuple[str, Prompts, Answer, int]] = [
@@ -31,7 +31,7 @@ def test_salts_and_permissions_are_kept_to(
         ("malformed wishes", prompts[:1], {"transfer": {"kvass": {"load": "no", "segments": [[3, 1]]}}}, HIT),
         ("no such state", prompts[:1], {"transfer": {"kvass": {"approximate": True}}}, HIT),
     ]
-    job = {"model": str(smollm2), "kvass": place | {"tenant_salt": "operator"}}
+    job = {"model": str(shallow), "kvass": place | {"tenant_salt": "operator"}}
     groups, hows = [group for _, group, _, _ in asked], [how for _, _, how, _ in asked]
     found = engines.ask("answers", tmp_path, **job, groups=groups, ask=hows)["groups"]
     assert {what: answer["cached"] for (what, *_), (answer,) in zip(asked, found, strict=True)} == {
@@ -39,15 +39,16 @@ def test_salts_and_permissions_are_kept_to(
     }
     for (_, group, *_), (answer,) in zip(asked, found, strict=True):
         if group == prompts[:1]:
-            assert_same(answer, expected[0])
+            assert_same(answer, answered[0])
 
 
-def adapter(path: Path, seed: int) -> str:
-    """A LoRA adapter that changes what SmolLM2 computes."""
+def adapter(path: Path, seed: int, model: Path) -> str:
+    """A LoRA adapter that changes what the model computes."""
     path.mkdir()
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     random = np.random.default_rng(seed)
     tensors = {}
-    for layer in range(30):
+    for layer in range(layers):
         for name, wide in (("q_proj", 576), ("v_proj", 192)):
             stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{stem}.lora_A.weight"] = random.normal(0, 0.05, (8, 576)).astype(np.float32)
@@ -62,16 +63,19 @@ def adapter(path: Path, seed: int) -> str:
 
 
 def test_adapters_never_share_kv_and_one_that_changed_is_not_trusted(
-    engines: Engines, smollm2: Path, place: Answer, prompts: Prompts, expected: list[Answer], tmp_path: Path
+    engines: Engines, shallow: Path, place: Answer, prompts: Prompts, answered: list[Answer], tmp_path: Path
 ) -> None:
-    one, two = (["one", 1, adapter(tmp_path / "one", 1)], ["two", 2, adapter(tmp_path / "two", 2)])
+    one, two = (
+        ["one", 1, adapter(tmp_path / "one", 1, shallow)],
+        ["two", 2, adapter(tmp_path / "two", 2, shallow)],
+    )
     renamed = ["other", 3, one[2]]
     hows: list[Answer] = [
         {}, {"lora": one}, {"lora": one}, {"lora": two}, {"lora": renamed}, {},
         {"lora": one, "spoil": f"{one[2]}/adapter_config.json"}, {"lora": two},
     ]  # fmt: skip
     job = {
-        "model": str(smollm2),
+        "model": str(shallow),
         "kvass": place,
         "engine": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3},
     }
@@ -79,7 +83,7 @@ def test_adapters_never_share_kv_and_one_that_changed_is_not_trusted(
     flat = [answer for (answer,) in found]
     assert [answer["cached"] for answer in flat] == [0, 0, HIT, 0, HIT, HIT, 0, HIT]
     for base in (flat[0], flat[5]):
-        assert_same(base, expected[0])
+        assert_same(base, answered[0])
     for answer in (flat[2], flat[4], flat[6]):
         assert_same(answer, flat[1])
     assert_same(flat[7], flat[3])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from harness.vllm_server import Engines, api_server, metric
 from kvass.cache import KVCache
@@ -13,10 +14,10 @@ from kvass.config import Settings
 Answer = dict[str, Any]
 
 
+@pytest.mark.alone
 def test_the_server_hits_what_another_process_stored_and_stores_within_50_ms(
-    engines: Engines, smollm2: Path, place: Answer, prompts: list[list[int]], expected: list[Answer],
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    engines: Engines, smollm2: Path, place: Answer, prompts: list[list[int]], tmp_path: Path
+) -> None:
     engines.ask("answers", tmp_path, model=str(smollm2), kvass=place, groups=[prompts[:1]])
     with api_server(smollm2, place) as url, KVCache.open(Settings.load(**place)) as cache:
 

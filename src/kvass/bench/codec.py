@@ -11,10 +11,9 @@ from kvass.bench.report import installed, machine
 from kvass.calibrate.certify import measure
 from kvass.calibrate.tasks import fact_contexts
 from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
-from kvass.engines.transformers.load import load_model
+from kvass.engines.transformers.load import certified_namespace, load_model
 from kvass.engines.transformers.runner import TransformersRunner
 from kvass.errors import ModelFilesError
-from kvass.models.shared import shared_namespace
 from kvass.quality import Gate, Measured
 from kvass.runner import ModelRunner
 from kvass.spec import numpy_dtype
@@ -41,14 +40,14 @@ def run(
     disk: Path, models_path: Path, *, model: str, texts: int, contexts: int, codecs: Sequence[str],
     rounds: int, progress: Progress,
 ) -> Found:  # fmt: skip
-    """Measure codecs and baselines on the first `texts` held texts and `contexts` contexts of planted facts,
-    then speeds and loading in `rounds` interleaved rounds (0: not at all).
+    """Measure codecs and baselines on the first `texts` held texts, codecs also on `contexts` contexts of
+    planted facts, then speeds and loading in `rounds` interleaved rounds (0: not at all).
 
     Raises ModelFilesError where the model is not calibrated, InputError for an unknown codec.
     """
     loaded = load_model(model, dtype="float32", models_path=models_path)
     runner = TransformersRunner(loaded)
-    namespace = shared_namespace(loaded.directory, runner.spec, "", models_path=models_path)
+    namespace = certified_namespace(model, models_path)
     tables = Gate(models_path).tables(namespace)
     if tables is None:
         raise ModelFilesError(f"{model} has no codec tables; run `kvass calibrate {model}` first")
@@ -59,9 +58,8 @@ def run(
     known = [runner.prefill(one.read) for one in sequenced(calibration_texts(), runner)]
     others, left_out = baseline_coders(runner.spec, tables, known)
     del known
-    coders = our_coders(made, namespace) | others
-    measured = {one.codec: one for one in measure(runner, coders, chosen, facts, progress)}
-    ours, theirs = [measured[name] for name in made], [measured[name] for name in others]
+    ours = measure(runner, our_coders(made, namespace), chosen, facts, progress)
+    theirs = measure(runner, others, chosen, [], progress)  # for the line through them, facts do not matter
     figures = flat(ours, theirs, 8 * numpy_dtype(runner.spec.groups[0].dtype).itemsize)
     if rounds:
         sample = _sample(runner, [one.read for one in held])
@@ -78,7 +76,7 @@ def run(
         "missing": missing | left_out,
         **{f"{prefix}{name}": value for name, value in figures.items()},
         "codecs": {one.codec: row(one) for one in ours},
-        "baselines": {one.codec: row(one) for one in theirs},
+        "baselines": {one.codec: row(one, facts=False) for one in theirs},
     }  # fmt: skip
     return Found(report, ours, theirs)
 
@@ -101,12 +99,14 @@ def flat(ours: Sequence[Measured], baselines: Sequence[Measured], raw_bits: int)
     return found | compared(levels, [Point(one.bits, one.kl_mean) for one in baselines])
 
 
-def row(one: Measured) -> dict[str, Any]:
-    """What a report says of one codec."""
+def row(one: Measured, *, facts: bool = True) -> dict[str, Any]:
+    """What a report says of one codec; with `facts`, how many it lost."""
+    lost = {
+        "facts_tried": one.facts_tried, "facts_lost": one.facts_lost, "facts_lost_high": one.facts_lost_high
+    }  # fmt: skip
     return {
         "bits": round(one.bits, 4), "kl": one.kl_mean, "kl_interval95": [one.kl_low, one.kl_high],
-        "kl_p99": one.kl_p99, "top1": one.top1, "ppl_ratio": one.ppl_ratio, "facts_tried": one.facts_tried,
-        "facts_lost": one.facts_lost, "facts_lost_high": one.facts_lost_high,
+        "kl_p99": one.kl_p99, "top1": one.top1, "ppl_ratio": one.ppl_ratio, **(lost if facts else {}),
     }  # fmt: skip
 
 

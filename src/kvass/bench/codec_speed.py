@@ -162,18 +162,13 @@ def _of_codec(name: str, codec: Codec, tables: Tables, held: Sequence[Piece]) ->
 
 def _entropy(codec: Codec, stored: Sequence[tuple[_Arrays, Chunk]]) -> _Pass:
     """Entropy decoding fused with dequantising: all of decoding but the inverse transform and RoPE."""
-    from kvass.codecs.transform import Stream, Transform
+    from kvass.codecs.transform import Transform
 
     assert isinstance(codec, Transform)
 
     def one_stream(one: tuple[_Arrays, Chunk]) -> None:
-        arrays, chunk = one
-        group = codec._fitting(chunk)
-        stream = Stream(arrays, codec._decoding)
-        y = np.empty((chunk.tokens, group.width), np.float32)
-        for layer in range(group.layers):
-            stream.dequantised(group, layer, y)
-        stream.close()
+        for _ in codec.projections(*one):
+            pass
 
     return _timed(one_stream, stored)
 

@@ -23,11 +23,13 @@ class ChunkBlob:
 
     def __init__(
         self, target: Target, one: bytes, parent: bytes | None, root: bytes, position: int, tokens: Tokens,
-        source: KVView,
+        source: KVView, end: int,
     ):  # fmt: skip
+        """`end`: tokens of the whole sequence."""
         self._target, self._parent, self._root = target, parent, root
         self._key, self._group, self._shard = split_address(one)
         self._position, self._tokens, self._source = position, tokens, source
+        self._behind = target.behind(end, position + tokens.size)
 
     @cached_property
     def _encoded(self) -> Encoded:
@@ -35,7 +37,7 @@ class ChunkBlob:
 
     def encoded(self) -> Encoded:
         """The object, its arrays encoded now."""
-        tokens, (namespace, coder, provenance) = self._tokens, self._target
+        tokens, (namespace, coder, *_) = self._tokens, self._target
         group = namespace.spec.groups[self._group]
         arrays = self._source.arrays(self._group, self._position, self._position + tokens.size)
         check_fit(arrays, namespace.arrays, group, tokens.size)
@@ -43,10 +45,10 @@ class ChunkBlob:
             digest="", format=FORMAT_VERSION, key=self._key.hex(), group=self._group, shard=self._shard,
             parent=address_text(self._parent) if self._parent else "",
             content_key=content_key(self._root, tokens.tobytes()).hex(), namespace=namespace,
-            position=self._position, tokens=tokens.tolist(), codec=[coder.step()], provenance=provenance,
-            digests={},
+            position=self._position, tokens=tokens.tolist(), codec=[coder.step()],
+            provenance=self._target.coded(self._behind), digests={},
         )  # fmt: skip
-        chunk = Chunk(group, self._group, self._position, tokens.size)
+        chunk = Chunk(group, self._group, self._position, tokens.size, self._behind)
         return Encoded(header, coder.encode(arrays, chunk))
 
     @property

@@ -4,27 +4,45 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvass import metrics
 from kvass.codecs.base import Codec
 from kvass.codecs.raw import Raw
-from kvass.codecs.registry import LOSSY, NotDecodableError, codec_of, is_lossless
+from kvass.codecs.registry import LOSSY, NotDecodableError, codec_of, is_end_aware, is_lossless
 from kvass.codecs.registry import codec as make_codec
 from kvass.codecs.tables import Tables
 from kvass.container import CodecStep, Header
 from kvass.errors import ConfigError, CorruptObjectError
 from kvass.keys import Namespace, lossy_namespace
-from kvass.provenance import EXACT, Lossy, Provenance, codec_of_class
+from kvass.provenance import EXACT, GUARD_TOKENS, Lossy, Provenance, codec_of_class
 from kvass.quality import DEFAULT_BUDGET, Budget, Gate, Verdict
 
 RAW = "raw"
 
 
 class Target(NamedTuple):
-    """How a tier keeps a sequence: in which namespace, by which codec, and as what it says it is."""
+    """How a tier keeps a sequence: in which namespace, by which codec, and as what it says it is.
+
+    `end_aware`: whether the codec that the namespace is named after is.
+    """
 
     namespace: Namespace
     coder: Codec
     provenance: Provenance
+    end_aware: bool = False
+
+    def behind(self, end: int, stop: int) -> int:
+        """What a chunk up to `stop` of a sequence of `end` tokens is coded for: tokens behind it, or 0, as an
+        end itself, where the codec does not care. A lossless coder says it too: some of the sequence may have
+        been loaded, coded for an end that was no further on."""
+        return max(0, end - stop) if self.end_aware else 0
+
+    def coded(self, behind: int) -> Provenance:
+        """What an object says it is that was coded for so many tokens behind it."""
+        if behind and isinstance(self.provenance, Lossy):
+            return msgspec.structs.replace(self.provenance, behind=behind)
+        return self.provenance
 
 
 Decoder = Callable[[Header], Codec]
@@ -32,10 +50,14 @@ Decoder = Callable[[Header], Codec]
 
 
 class Recoder(NamedTuple):
-    """What turns stored objects into those of another codec: how they are to be, and who decodes them."""
+    """What turns stored objects into those of another codec: how they are to be, and who decodes them.
+
+    `end`: tokens of the sequence that they belong to; 0: not known, each is coded as an end itself.
+    """
 
     target: Target
     decoder: Decoder
+    end: int = 0
 
 
 class Coding:
@@ -57,6 +79,7 @@ class Coding:
         self._raw = Raw()
         self._guard = threading.Lock()
         self._coders: dict[tuple[str, str], Codec] = {}
+        self._end_aware: dict[str, bool] = {}
         self._lossless = {name: is_lossless(name) for name in {RAW, *self._names.values()}}
 
     @property
@@ -103,6 +126,17 @@ class Coding:
             return True
         return self.gate is not None and self.gate.tables(namespace) is not None
 
+    def guard(self, namespace: Namespace) -> int:
+        """How many of a load's last tokens are given up where state of that namespace was coded for an end
+        further on."""
+        codec = codec_of_class(namespace.state)
+        return GUARD_TOKENS if codec is not None and self._is_end_aware(codec) else 0
+
+    def _is_end_aware(self, codec: str) -> bool:
+        if codec not in self._end_aware:
+            self._end_aware[codec] = is_end_aware(codec)
+        return self._end_aware[codec]
+
     # -- writing ------------------------------------------------------------------------------------------
 
     def target(
@@ -140,7 +174,8 @@ class Coding:
             metrics.errors.labels("cache", operation).inc()
             self._warn(codec, operation, f"{operation} by {codec}: {error}")
             return None
-        return Target(space, coder, Lossy(codec=codec, tables=tables.digest))
+        provenance = Lossy(codec=codec, tables=tables.digest)
+        return Target(space, coder, provenance, self._is_end_aware(codec))
 
     def alike(self, one: str, other: str, namespace: Namespace) -> bool:
         """Whether two tiers hold the same bytes of that namespace, as far as their settings tell."""

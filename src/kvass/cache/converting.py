@@ -153,9 +153,12 @@ class Converting(Reading):
                 counts = counts.plus(failed=1)
         return counts
 
-    def _recoded(self, tier: Tier, item: WriteItem, source: bytes, target: Target) -> Blob | None:
+    def _recoded(
+        self, tier: Tier, item: WriteItem, source: bytes, target: Target, end: int = 0
+    ) -> Blob | None:
+        recoder = Recoder(target, self._coding.decoder, end)
         try:
-            return recoded_of(tier, item, source, Recoder(target, self._coding.decoder), self._failed)
+            return recoded_of(tier, item, source, recoder, self._failed)
         except KeyError:
             return None
 
@@ -177,9 +180,10 @@ class Converting(Reading):
         needed = _with_parents(family, chosen)
         items, at = _lowered(needed, headers, target.namespace)
         lane, sizes = tier.within(target.namespace.root()), dict[bytes, int]()
+        ends = _nearest_ends(family)
 
         def make(item: WriteItem) -> Blob | None:
-            blob = self._recoded(tier, item, at[item.address], target)
+            blob = self._recoded(tier, item, at[item.address], target, ends[at[item.address]])
             if blob is not None:
                 sizes[at[item.address]] = blob.size
             return blob
@@ -258,6 +262,19 @@ def _with_parents(family: list[Entry], chosen: list[Entry]) -> list[Entry]:
             needed.add(one.address)
             one = _parent(one, known)
     return [entry for entry in family if entry.address in needed]
+
+
+def _nearest_ends(family: list[Entry]) -> dict[bytes, int]:
+    """For each object the nearest end of a stored sequence that goes through it: a prompt that ends there
+    must not find it coded for one further on. One pass from the last position to the first."""
+    known = {entry.address: entry for entry in family}
+    nearest: dict[bytes, int] = {}
+    for entry in reversed(family):
+        end = nearest.setdefault(entry.address, entry.position + entry.length)
+        before = _parent(entry, known)
+        if before is not None and before.address[KEY_BYTES:] == entry.address[KEY_BYTES:]:
+            nearest[before.address] = min(end, nearest.get(before.address, end))
+    return nearest
 
 
 def _lowered(

@@ -19,6 +19,7 @@ from kvass.codecs.registry import NotDecodableError
 from kvass.container import Array, Header, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError
 from kvass.keys import address, address_text, next_key, split_address
+from kvass.provenance import Lossy
 from kvass.tiers.base import Tier
 
 Ready = Callable[[int], None]
@@ -27,7 +28,8 @@ Ready = Callable[[int], None]
 class LoadResult(NamedTuple):
     """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier.
 
-    The first `exact_tokens` of them are exact state; what follows went through a lossy codec.
+    The first `exact_tokens` of them are exact state; what follows went through a lossy codec. `given_up`: how
+    many more could be read, but were coded for standing further from an end than they do here.
     """
 
     tokens: int
@@ -36,6 +38,17 @@ class LoadResult(NamedTuple):
     seconds: float
     tiers: dict[str, int]
     exact_tokens: int = 0
+    given_up: int = 0
+
+
+class _Loaded(NamedTuple):
+    """One object that was loaded: the tier it came from, and the bytes; 0: none has it. `end`: where the
+    sequence ended for which it was coded, as far as its codec cares."""
+
+    piece: Piece
+    tier: str = ""
+    size: int = 0
+    end: int = 0
 
 
 class Loader:
@@ -52,9 +65,11 @@ class Loader:
         *,
         far: bool = False,
         start: int = 0,
+        guard: int = 0,
     ):
         """`decoder`: see `Coding.decoder`; `far`: some of it is read from other machines, on threads that
-        nothing of this one waits for; `start`: tokens, of whole chunks, that are in place already."""
+        nothing of this one waits for; `start`: tokens, of whole chunks, that are in place already; `guard`:
+        how many are given up behind them where something was coded for an end further on."""
         self._tiers = tiers
         self._failed = failed
         self._executor = executor
@@ -64,6 +79,7 @@ class Loader:
         self._into = into
         self._far = far
         self._start = start
+        self._guard = guard
 
     def load(self, seconds: float | None, ready: Ready | None) -> LoadResult:
         """See `KVCache.load`. When it ends, by an exception too, no thread writes to the view any more."""
@@ -71,44 +87,61 @@ class Loader:
         deadline = None if seconds is None else began + seconds
         match, length, announced = self._match, self._match.length, self._start
         windowed = any(group.window is not None for group in match.namespace.spec.groups)
-        have: set[bytes] = set()
+        have: dict[bytes, _Loaded] = {}
+        given_up = 0
         by_tier: dict[str, int] = {}
         while length > self._start:
             pieces = match.pieces(length, have)
             places = [(piece, self._targets(piece)) for piece in pieces if piece.start >= self._start]
             bad: list[int] = []
-            spread: Callable[..., Iterable[tuple[Piece, str, int]]]
+            spread: Callable[..., Iterable[_Loaded]]
             if self._far:
                 spread = self._executor.staging_io_map
             else:
                 spread = self._executor.io_map if ready is None else self._executor.io_stream
-            for piece, tier, size in spread(partial(self._one, deadline), places):
-                if not size:
-                    bad.append(piece.start)
+            for one in spread(partial(self._one, deadline), places):
+                if not one.size:
+                    bad.append(one.piece.start)
                     continue
-                have.add(piece.address)
-                by_tier[tier] = by_tier.get(tier, 0) + size
+                have[one.piece.address] = one
+                by_tier[one.tier] = by_tier.get(one.tier, 0) + one.size
                 # With windows, a shorter hit needs other pieces: nothing is certain before the end.
-                if ready is not None and not bad and not windowed and piece.start > announced:
-                    announced = piece.start
+                sure = one.piece.start - self._guard
+                if ready is not None and not bad and not windowed and sure > announced:
+                    announced = sure
                     ready(announced)
-            if not bad:
+            if bad:
+                length, given_up = min(bad), 0
+            elif given_up or not self._goes_on(have.values(), length):
                 break
-            length = min(bad)
+            else:
+                given_up = min(self._guard, length - self._start)
+                length -= given_up  # where windows then begin earlier, their pieces are still to be loaded
         if ready is not None and length > announced:
             ready(length)
         total = sum(by_tier.values())
-        return LoadResult(length, total, total, time.perf_counter() - began, by_tier)
+        return LoadResult(length, total, total, time.perf_counter() - began, by_tier, given_up=given_up)
 
-    def _one(self, deadline: float | None, place: tuple[Piece, dict[str, Array]]) -> tuple[Piece, str, int]:
-        """Load one object: the name of the tier it came from and the bytes; 0: none has it."""
+    def _goes_on(self, loaded: Iterable[_Loaded], length: int) -> bool:
+        """Whether something of a hit's last tokens was coded for a sequence that went on behind them: by more
+        than the one token that an engine always leaves."""
+        last = range(length - self._guard, length)
+        return any(
+            one.end > length + 1
+            and one.piece.start < last.stop
+            and one.piece.start + one.piece.used > last.start
+            for one in loaded
+        )
+
+    def _one(self, deadline: float | None, place: tuple[Piece, dict[str, Array]]) -> _Loaded:
+        """Load one object from the first tier that has it whole."""
         piece, targets = place
         if deadline is not None and time.perf_counter() > deadline:
-            return piece, "", 0
+            return _Loaded(piece)
         for tier in self._tiers[piece.tier :]:
             try:
                 with tier.open(piece.address) as reader:
-                    return piece, tier.name, self._read(piece, reader, targets)
+                    return _Loaded(piece, tier.name, *self._read(piece, reader, targets))
             except KeyError:
                 continue
             except NotDecodableError as error:
@@ -119,7 +152,7 @@ class Loader:
                     self._executor.background(partial(quarantine, tier, piece.address, self._failed))
             except FAILURES as error:
                 self._failed(tier, "load", error)
-        return piece, "", 0
+        return _Loaded(piece)
 
     def _targets(self, piece: Piece) -> dict[str, Array]:
         arrays = self._into.arrays(piece.group, piece.start, piece.start + piece.used)
@@ -127,13 +160,17 @@ class Loader:
         check_fit(arrays, namespace.arrays, namespace.spec.groups[piece.group], piece.used)
         return arrays
 
-    def _read(self, piece: Piece, reader: Reader, targets: dict[str, Array]) -> int:
-        """Read and verify one object, which must be exactly the one asked for. Bytes read."""
+    def _read(self, piece: Piece, reader: Reader, targets: dict[str, Array]) -> tuple[int, int]:
+        """Read and verify one object, which must be exactly the one asked for. Bytes read, and the end for
+        which it was coded."""
         parsed = read_header(reader)
         self._check(piece, parsed.header)
         group = self._match.namespace.spec.groups[piece.group]
         check_size(parsed.size, group.bytes_per_token, piece.stored)
         coder = self._decoder(parsed.header)
+        done, end = parsed.header.provenance, piece.start + piece.stored
+        if isinstance(done, Lossy):
+            end += done.behind
         if coder.in_place:
             wanted = {
                 name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()
@@ -141,14 +178,14 @@ class Loader:
             if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
                 raise CorruptObjectError("object's arrays are not what the spec says")
             if piece.used == piece.stored:
-                return read_arrays(reader, parsed, targets)
+                return read_arrays(reader, parsed, targets), end
         stored = empty_arrays(parsed)
         size = read_arrays(reader, parsed, stored)
         chunk = Chunk(group, piece.group, piece.start, piece.stored)
         arrays = decoded(stored, coder, chunk, list(targets))
         for name, target in targets.items():
             target[:] = arrays[name][:, : piece.used]
-        return size
+        return size, end
 
     def _check(self, piece: Piece, header: Header) -> None:
         """The object must say of itself what was looked up, and its key must be that of its text: whatever

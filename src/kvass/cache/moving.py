@@ -57,7 +57,7 @@ def sequence_items(
         for group, shard in itertools.product(range(len(namespace.spec.groups)), shards):
             one = address(key, group, shard)
             parent = address(keys[chunk - 1], group, shard) if chunk else None
-            blob = ChunkBlob(target, one, parent, root, start, part, source)
+            blob = ChunkBlob(target, one, parent, root, start, part, source, tokens.size)
             held = part if group == 0 else None
             items.append(WriteItem(one, parent, root, start, part.size, held, copying.wrap(blob)))
     return items

@@ -36,9 +36,10 @@ class Reading(Looking):
         """Read, verify and hand over a match; several objects at once.
 
         Returns how many tokens are in place: all of the match, or fewer where an object turned out missing
-        or corrupt or `seconds` were over. Behind them `into` may hold anything. `ready(n)` is called, in
-        order, as soon as the first `n` tokens are in place; once, at the end, where a group has a window.
-        What is in remote tiers only is brought to the fastest tier first.
+        or corrupt or `seconds` were over, or where lossy state was coded for a sequence that went on further:
+        of that the last 256 tokens are given up (`LoadResult.given_up`). Behind them `into` may hold
+        anything. `ready(n)` is called, in order, as soon as the first `n` tokens are in place; once, at the
+        end, where a group has a window. What is in remote tiers only is brought to the fastest tier first.
         Never raises because of a tier. Raises InputError where `into` does not fit the spec.
         """
         nothing = LoadResult(0, 0, 0, 0.0, {})
@@ -84,7 +85,7 @@ class Reading(Looking):
         def read(part: Match, start: int, tell: Ready | None) -> LoadResult:
             loader = Loader(
                 tiers(part.namespace), self._failed, self._executor, self._coding.decoder, part, into,
-                far=far, start=start,
+                far=far, start=start, guard=self._coding.guard(part.namespace),
             )  # fmt: skip
             return loader.load(None if until is None else until - time.monotonic(), tell)
 
@@ -101,13 +102,16 @@ class Reading(Looking):
         size = exact.bytes + more.bytes
         names = exact.tiers.keys() | more.tiers.keys()
         by_tier = {name: exact.tiers.get(name, 0) + more.tiers.get(name, 0) for name in names}
-        return LoadResult(more.tokens, size, size, 0.0, by_tier, exact.tokens)
+        return LoadResult(more.tokens, size, size, 0.0, by_tier, exact.tokens, more.given_up)
 
     def _after_load(self, match: Match, result: LoadResult) -> None:
-        """Note the use, and bring what came from a slower tier up."""
-        used = [piece.address for piece in match.pieces(result.tokens)] if result.tokens else []
-        if not used:
+        """Note the use, and bring what came from a slower tier up; with what was given up, for without it
+        the next load could not tell where the sequence ends."""
+        if not result.tokens:
             return
+        read = result.tokens + result.given_up
+        pieces = [piece for length in {result.tokens, read} for piece in match.pieces(length)]
+        used = list(dict.fromkeys(piece.address for piece in pieces))
         for tier in self.tiers:
             if tier.name in result.tiers:
                 try:
@@ -115,7 +119,7 @@ class Reading(Looking):
                 except FAILURES as error:
                     self._failed(tier, "touch", error)
         if any(tier.name in result.tiers for tier in self._local[1:]):
-            self._executor.background(lambda: self._copy_up(match, result.tokens))
+            self._executor.background(lambda: self._copy_up(match, read))
 
     def _copy_up(self, match: Match, length: int) -> None:
         """Promotion: copy what a load took from lower tiers to the fastest one."""
@@ -223,10 +227,12 @@ class Reading(Looking):
         return Lease(sorted(held), release)
 
     def check(self, match: Match) -> Match:
-        """The beginning of a match that this machine's tiers have and that passes verification now."""
+        """The beginning of a match that this machine's tiers have and that passes verification now. A load
+        may still give some of it up (`LoadResult.given_up`)."""
         into = Scratch(match.namespace)
         try:
-            tokens = self._load(match.anywhere(), into, None, None, lambda _: self._here()).tokens
+            result = self._load(match.anywhere(), into, None, None, lambda _: self._here())
+            tokens = result.tokens + result.given_up
         except TierUnavailableError:  # the cache was closed meanwhile
             tokens = 0
         return match if tokens == match.length else match.cut(tokens)

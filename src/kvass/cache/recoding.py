@@ -14,7 +14,7 @@ from kvass.codecs.registry import NotDecodableError
 from kvass.container import Array, Blob, Encoded, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError, InputError, UnsupportedModelError
 from kvass.keys import KEY_BYTES, address, address_text, content_key, next_key
-from kvass.provenance import EXACT
+from kvass.provenance import EXACT, Lossy
 from kvass.spec import numpy_dtype
 from kvass.tiers.base import Run, Tier, WriteItem
 
@@ -45,11 +45,12 @@ def recoded(reader: Reader, item: WriteItem, source: bytes, recoder: Recoder) ->
     """The object at address `source`, as `item` is to be: with the target's namespace, codec and provenance.
 
     Everything is read and verified: digests, and that its text is the one that both addresses stand for. What
-    has the target's codec already is not encoded again. Raises CorruptObjectError, and InputError where the
-    target's codec does not take it.
+    has the target's codec already is not encoded again. Exact state is coded for the recoder's end; lossy
+    state stays coded for what it was, however it is stored. Raises CorruptObjectError, and InputError where
+    the target's codec does not take it.
     """
     parsed = read_header(reader)
-    (target, decoder), header = recoder, parsed.header
+    (target, decoder, end), header = recoder, parsed.header
     namespace, number = target.namespace, header.group
     if number >= len(namespace.spec.groups):
         raise CorruptObjectError("object is of a group that its spec does not have")
@@ -74,14 +75,19 @@ def recoded(reader: Reader, item: WriteItem, source: bytes, recoder: Recoder) ->
         return Encoded(header, stored)
     chunk = Chunk(group, number, item.position, item.length)
     arrays = decoded(stored, coder, chunk, namespace.arrays)
+    held = header.provenance
+    if same_root:
+        behind = held.behind if isinstance(held, Lossy) else 0
+    else:
+        behind = target.behind(end, item.position + item.length)
     changed = msgspec.structs.replace(
         header, digest="", key=key.hex(), parent=address_text(item.parent) if item.parent else "",
         content_key=content_key(item.root, tokens.tobytes()).hex(),
         namespace=header.namespace if same_root else namespace,
-        codec=[target.coder.step()], provenance=header.provenance if same_root else target.provenance,
+        codec=[target.coder.step()], provenance=held if same_root else target.coded(behind),
         digests={},
     )  # fmt: skip
-    return Encoded(changed, target.coder.encode(arrays, chunk))
+    return Encoded(changed, target.coder.encode(arrays, chunk._replace(behind=behind)))
 
 
 def recoded_of(source: Tier, item: WriteItem, one: bytes, recoder: Recoder, failed: Failed) -> Encoded | None:

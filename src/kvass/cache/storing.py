@@ -121,7 +121,7 @@ class Storing(Tiered):
                 ]
                 new = max(1, len(wanted))  # what was here already is, most likely, there too
                 if not self._executor.behind(
-                    tier.name, new, partial(self._copy_down, lane, down, first, target)
+                    tier.name, new, partial(self._copy_down, lane, down, first, target, tokens.size)
                 ):
                     metrics.dropped_stores.labels(tier.name, "queue").inc(new)
             else:  # the fastest tier has no room for all of it: straight from the source, then
@@ -165,10 +165,10 @@ class Storing(Tiered):
         return wanted, done, sum(sizes[item.address] for item in stored)
 
     def _copy_down(
-        self, tier: Tier, items: list[tuple[WriteItem, bytes]], held: Target, target: Target
+        self, tier: Tier, items: list[tuple[WriteItem, bytes]], held: Target, target: Target, end: int
     ) -> None:
-        """Cascade: write to a lower tier what it lacks, from the fastest one, which has each item at that
-        address."""
+        """Cascade: write to a lower tier what it lacks of a sequence of `end` tokens, from the fastest one,
+        which has each item at that address."""
         began = time.perf_counter()
         run = self._executor.lane_io_map(tier.name)
         try:
@@ -176,7 +176,7 @@ class Storing(Tiered):
             if target.coder.name == held.coder.name and target.namespace == held.namespace:
                 gone = copy(self.tiers[0], tier, wanted, run)
             else:
-                recoder = Recoder(target, self._coding.decoder)
+                recoder = Recoder(target, self._coding.decoder, end)
                 at = {item.address: one for item, one in items}
                 gone = move(self.tiers[0], tier, wanted, recoder, self._failed, run, at)
             metrics.dropped_stores.labels(tier.name, "orphan").inc(gone)

@@ -47,7 +47,8 @@ def summed_up(codec: str, losses: Losses) -> Measured:
 
 
 def as_stored(codec: Codec, namespace: Namespace, chunk_tokens: int = 256, token_id: int = 99_999) -> Coder:
-    """A codec as the store uses it: chunk by chunk, the last one shorter; bits are those of whole objects.
+    """A codec as the store uses it: chunk by chunk, the last one shorter, each coded for where the sequence
+    ends; bits are those of whole objects.
 
     `token_id` stands for each token in the headers, as no ids are at hand: the longest that the vocabulary
     has makes headers no smaller than they would be.
@@ -60,7 +61,8 @@ def as_stored(codec: Codec, namespace: Namespace, chunk_tokens: int = 256, token
         for start in range(0, tokens, chunk_tokens):
             stop = min(tokens, start + chunk_tokens)
             for number, group in enumerate(namespace.spec.groups):
-                chunk = Chunk(group, number, start, stop - start)
+                behind = tokens - stop if codec.end_aware else 0
+                chunk = Chunk(group, number, start, stop - start, behind)
                 arrays = {name: array[:, start:stop] for name, array in kv[number].items()}
                 stored = codec.encode(arrays, chunk)
                 stored_bytes += _object_bytes(codec, namespace, stored, chunk, token_id)
@@ -79,7 +81,8 @@ def _object_bytes(
         made: Provenance = EXACT
     else:
         namespace = lossy_namespace(namespace, codec.name)
-        made = Lossy(codec=codec.name, tables=str(step.parameters.get("tables", "0" * 64)))
+        tables = str(step.parameters.get("tables", "0" * 64))
+        made = Lossy(codec=codec.name, tables=tables, behind=chunk.behind)
     header = Header(
         digest="", format=FORMAT_VERSION, key=key.hex(), group=chunk.number, shard=0,
         parent=address_text(address(key, chunk.number)) if chunk.start else "", content_key=key.hex(),

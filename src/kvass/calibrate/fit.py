@@ -20,8 +20,8 @@ from kvass.spec import LayerGroup
 
 Float64 = npt.NDArray[np.float64]
 
-NEAR, FAR = 24, 24
-"""Probes right behind a chunk, and far behind it: either may be what comes after it."""
+PROBES = 66
+"""Queries of what came after the texts, that stand as far behind a sequence's end as they did there."""
 
 CLASSES = 13
 ALPHA = 0.5
@@ -93,12 +93,13 @@ def turned_back(keys: Float32, rope: Rope | None) -> Float32:
     return rope.unrotate(np.ascontiguousarray(keys, np.float32), 0) if rope else keys
 
 
-def weigh(bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32, chunk: int = 256) -> Float32:
-    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them, by chunks."""
-    found = []
-    for start in range(0, bare.shape[1], chunk):
-        part = np.ascontiguousarray(bare[:, start : start + chunk])
-        turned = rope.rotate(part, ORIGIN - part.shape[1]) if rope else part
+def weigh(bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32, part: int = 256) -> Float32:
+    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them: it ends at
+    `ORIGIN`. Some tokens at once, for the memory."""
+    found, tokens = [], bare.shape[1]
+    for start in range(0, tokens, part):
+        keys = np.ascontiguousarray(bare[:, start : start + part])
+        turned = rope.rotate(keys, max(0, ORIGIN - tokens + start)) if rope else keys
         scores = turned.swapaxes(1, 2) @ probes - offsets[:, :, None]
         found.append(np.exp2(np.clip(scores, -64, 62)).mean(axis=-1).swapaxes(1, 2))
     return np.asarray(np.concatenate(found, axis=1)[:, SINKS:], np.float32)
@@ -143,17 +144,15 @@ def _basis(data: Sequence[Float32], gradients: Sequence[Sequence[Float32]]) -> B
 
 
 def _probes(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -> tuple[Float32, Float32]:
-    """Probes `[layers, heads, dim, probes]` at their places behind a chunk, and the logarithms of what the
+    """Probes `[layers, heads, dim, probes]` at their places behind the end, and the logarithms of what the
     attention over a text sums up to `[layers, heads, probes]`; both as exponents of two."""
-    draw = np.random.default_rng(0)
-    queries = np.concatenate([one.queries for one in readings], axis=1)
-    which = draw.choice(queries.shape[1], NEAR + FAR, replace=queries.shape[1] < NEAR + FAR)
-    most = 2048 if group.window is None else max(4, group.window * 3 // 4)
-    least = min(200, most // 2)
-    far = np.exp(np.linspace(math.log(least), math.log(most), FAR)).astype(np.int64)
-    near = np.arange(NEAR) * min(8, max(1, least // NEAR))
-    distances = np.concatenate([near, draw.permutation(far)])
-    chosen = queries[:, which]  # [layers, probes, heads, queries, dim]
+    queries, places = [], []
+    for number, one in enumerate(readings):  # in turn, so that each text has some near the end and some far
+        mine = np.arange(number, PROBES, len(readings)) * one.queries.shape[1] // PROBES
+        queries.append(one.queries[:, mine])
+        places.append(mine)
+    chosen = np.concatenate(queries, axis=1)  # [layers, probes, heads, queries, dim]
+    distances = np.concatenate(places)
     at_origin = _placed(chosen, rope, ORIGIN + distances)
     layers, count, heads, each, dim = at_origin.shape
     sums = np.zeros(at_origin.shape[:-1])

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from kvass.calibrate.certify import as_stored, measure
-from kvass.calibrate.tables import make_tables
+from kvass.calibrate.lessons import lessons
+from kvass.calibrate.tables import READ_TOKENS, make_tables
 from kvass.calibrate.tasks import fact_contexts
 from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
 from kvass.codecs import registry
@@ -30,8 +31,10 @@ def calibrate(
     soon as they are there, the certificate once all is measured: stopped between, nothing is certified.
     """
     runner = TransformersRunner(loaded)
-    learnt = sequenced(calibration_texts(texts), runner)
-    raw = make_tables(runner, Probing(loaded, runner.spec), namespace, learnt, say)
+    learnt = calibration_texts(texts)
+    repeating = lessons(learnt, runner, READ_TOKENS)
+    probing = Probing(loaded, runner.spec)
+    raw = make_tables(runner, probing, namespace, sequenced(learnt, runner), repeating, say)
     keep_calibrated(models_path, namespace, raw, None)
     tables = Tables.parse(raw)
     say("reading held texts, and measuring each codec on them")

@@ -34,27 +34,32 @@ _AIM = 0.6
 _MOST_POSITIONS = 131_072
 
 _PASSES = 3
-_READ, _CONTINUED = 1536, 256
+READ_TOKENS: Final = 1536
+"""Of a calibration text, what is learnt from."""
+
+_CONTINUED = 256
 _TUNED_ON = 3
 
 Say = Callable[[str], None]
 
 
 def make_tables(
-    runner: ModelRunner, probing: Probing, namespace: Namespace, texts: Sequence[Sequenced], say: Say
-) -> bytes:
-    """The bytes of a tables file for `runner`'s model. `texts`: at least two, for calibration."""
+    runner: ModelRunner, probing: Probing, namespace: Namespace, texts: Sequence[Sequenced],
+    repeating: Sequence[Sequenced], say: Say,
+) -> bytes:  # fmt: skip
+    """The bytes of a tables file for `runner`'s model. `texts`: at least two, for calibration; `repeating`:
+    such whose continuations ask for what stands in them."""
     ropes = _rope_arrays(runner)
     turning = Tables.parse(write_tables(ropes))
     groups = range(len(runner.spec.groups))
     readings: list[list[Reading]] = [[] for _ in groups]
     read: list[KV] = []
     shorter = [
-        Sequenced(t.name, t.domain, t.read[:_READ], (t.read[_READ:] + t.continued)[:_CONTINUED])
+        Sequenced(t.name, t.domain, t.read[:READ_TOKENS], (t.read[READ_TOKENS:] + t.continued)[:_CONTINUED])
         for t in texts
     ]
-    for number, one in enumerate(shorter):
-        say(f"reading {one.name} ({number + 1} of {len(texts)})")
+    for number, one in enumerate(learnt := [*shorter, *repeating]):
+        say(f"reading {one.name} ({number + 1} of {len(learnt)})")
         kv = runner.prefill(one.read)
         read.append(kv)
         queries = probing.queries(kv, one.continued)

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +63,10 @@ _PETS = listed("Biscuit, Juniper, Captain, Pebbles, Marmalade, Domino, Whisker, 
 _ANIMALS = listed("dog, cat, horse, parrot, donkey, goat")
 
 
+Sentences = Callable[[random.Random, int], list[tuple[str, str]]]
+"""Draws so many facts: what stands before the answer, and the answer."""
+
+
 class Fact(NamedTuple):
     """One planted fact: what stands before its answer, the answer with its full stop, and how far into the
     context it stands (0 to 1)."""
@@ -82,13 +86,14 @@ class FactContext(NamedTuple):
 
 def fact_contexts(
     texts: Sequence[Text], runner: ModelRunner, *, contexts: int = CONTEXTS, facts_each: int = FACTS_EACH,
-    context_tokens: int = _CONTEXT_TOKENS, seed: int = 0,
+    context_tokens: int = _CONTEXT_TOKENS, seed: int = 0, sentences: Sentences | None = None,
 ) -> list[FactContext]:  # fmt: skip
     """Contexts of about `context_tokens` tokens, each of passages of several domains with facts in them.
 
-    The same for the same texts, tokenizer and seed. Raises InputError for texts of fewer than three domains,
-    and for more than 17 facts a context.
+    The same for the same texts, tokenizer and seed. `sentences`: what makes the facts, if not of those here.
+    Raises InputError for texts of fewer than three domains, and for more than 17 facts a context.
     """
+    make = sentences or _sentences
     if not 0 < facts_each <= _KINDS:
         raise InputError(f"facts_each is {facts_each}; there are {_KINDS} kinds of facts, each used once")
     units: dict[str, list[list[tuple[str, int]]]] = {}
@@ -106,7 +111,7 @@ def fact_contexts(
         for domain in draw.sample(sorted(units), _PARTS):
             wanted = (context_tokens - facts_each * _SENTENCE_TOKENS) // _PARTS
             passages += _passage(draw.choice(units[domain]), wanted, draw)
-        made.append(_planted(passages, _sentences(draw, facts_each), runner, draw))
+        made.append(_planted(passages, make(draw, facts_each), runner, draw))
     return made
 
 

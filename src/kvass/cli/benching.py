@@ -97,9 +97,9 @@ def bench_overhead(
     Example: kvass bench overhead --pairs 5 --lengths 512,2048
     """
     needs_transformers()
+    wanted = _lengths(lengths)
     from kvass.bench import overhead
 
-    wanted = _lengths(lengths)
     with progress("overhead", 3 * pairs * len(wanted)) as advance:
         found = overhead.run(
             disk, Settings.load().models_path, model=model, lengths=wanted, pairs=pairs, progress=advance
@@ -120,9 +120,9 @@ def bench_ttft(
     Example: kvass bench ttft --rounds 1 --lengths 512,2048
     """
     needs_transformers()
+    wanted = _lengths(lengths)
     from kvass.bench import ttft
 
-    wanted = _lengths(lengths)
     with progress("ttft", len(wanted) + 5) as advance:
         found = ttft.run(
             disk, Settings.load().models_path, model=model, lengths=wanted, rounds=rounds, progress=advance
@@ -235,9 +235,10 @@ def bench_codec(
     """
     needs_transformers()
     from kvass.bench import codec, codec_plot
+    from kvass.calibrate.picture import check_plottable
 
     if plot is not None:
-        codec_plot.check_plottable(plot)
+        check_plottable(plot, "--plot")
     with progress_to("codec") as told:
         found = codec.run(
             disk, Settings.load().models_path, model=model, texts=texts, contexts=contexts,

@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 
 from kvass.cli.output import AsJson, err, needs_transformers, out, print_json, progress_to
-from kvass.cli.quality import namespace_of
 from kvass.config import Settings
 from kvass.quality import calibrated_folder
 
@@ -28,12 +27,12 @@ def calibrate(
     """
     needs_transformers()
     from kvass.calibrate.run import calibrate as run
-    from kvass.engines.transformers.load import load_model
+    from kvass.engines.transformers.load import certified_namespace, load_model
 
     settings = Settings.load()
     began = time.perf_counter()
     loaded = load_model(model, dtype="float32", models_path=settings.models_path)
-    namespace = namespace_of(model, settings.models_path)
+    namespace = certified_namespace(model, settings.models_path)
     with progress_to("measuring") as show:
         folder, certificate = run(
             loaded, namespace, settings.models_path, texts=texts,

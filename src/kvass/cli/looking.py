@@ -149,8 +149,12 @@ def show(
 
 def _provenance(header: Any) -> str:
     done = header.provenance
-    tables = f", by the tables {done.tables[:12]}" if isinstance(done, Lossy) else ""
-    return f"{header.namespace.state}{tables}"
+    said: str = header.namespace.state
+    if isinstance(done, Lossy):
+        said += f", by the tables {done.tables[:12]}"
+        if done.behind:
+            said += f", coded for {done.behind:,} tokens behind it"
+    return said
 
 
 def _per_layer(layers: dict[str, list[int]]) -> str:

@@ -10,14 +10,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kvass.calibrate.picture import LEAST_KL, Drawn, write_png
 from kvass.cli.output import AsJson, needs_transformers, out, print_json
 from kvass.config import Settings
-from kvass.errors import InputError, ModelFilesError
-from kvass.keys import Namespace
+from kvass.errors import ModelFilesError
 from kvass.quality import Budget, Certificate, Gate, Measured, calibrated_folder
-
-_LEAST_KL = 1e-6
-"""Where a plot's logarithmic axis ends: what is less stands there."""
 
 _WIDTH, _HEIGHT = 64, 16
 
@@ -34,15 +31,18 @@ def quality(
     Example: kvass quality smollm2-135m --png quality.png
     """
     needs_transformers()
+    from kvass.engines.transformers.load import certified_namespace
+
     settings = Settings.load()
-    namespace = namespace_of(model, settings.models_path)
+    namespace = certified_namespace(model, settings.models_path)
     gate = Gate(settings.models_path)
     certificate = gate.certificate(namespace)
     if certificate is None:
         raise ModelFilesError(gate.verdict(namespace, "any").reason)
     budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
     if png is not None:
-        write_png(png, certificate.measured, f"{certificate.model}: KL of what each codec stores")
+        title = f"{certificate.model}: KL of what each codec stores"
+        write_png(png, "--png", title, [Drawn(certificate.measured)])
     verdicts = {one.codec: gate.verdict(namespace, one.codec, budget) for one in certificate.measured}
     if as_json:
         measured = [
@@ -74,17 +74,6 @@ def quality(
     )
     if png is not None:
         out.print(f"plot written to {escape(str(png))}", soft_wrap=True)
-
-
-def namespace_of(model: str, models_path: Path) -> Namespace:
-    """As much of the namespace as a certificate is bound to; no weights are loaded."""
-    from kvass.engines.transformers.load import find_model
-    from kvass.engines.transformers.shapes import spec_of_config
-    from kvass.models.shared import shared_namespace
-
-    _, directory = find_model(model, models_path)
-    spec = spec_of_config(str(directory), "bfloat16", models_path)
-    return shared_namespace(directory, spec, "", models_path=models_path)
 
 
 def _table(certificate: Certificate, allowed: dict[str, bool]) -> Table:
@@ -137,37 +126,8 @@ def plotted(measured: Sequence[Measured]) -> list[str]:
     return [*lines, f"{'':7}+{'-' * (_WIDTH + 1)}", f"{'':8}{''.join(scale).rstrip()}  bits per element"]
 
 
-def write_png(path: Path, measured: Sequence[Measured], title: str) -> None:
-    """The same plot as a PNG file, with the intervals of the KL.
-
-    Raises ModelFilesError where matplotlib is not there, InputError where the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModelFilesError("a PNG plot needs matplotlib: pip install 'kvass[plot]'") from error
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for one in measured:
-        middle = max(one.kl_mean, _LEAST_KL)
-        low, high = max(one.kl_low, _LEAST_KL), max(one.kl_high, _LEAST_KL)
-        ends = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-        axes.errorbar([one.bits], [middle], yerr=ends, fmt="o", capsize=3)
-        axes.annotate(one.codec, (one.bits, middle), xytext=(6, 4), textcoords="offset points")
-    axes.set_yscale("log")
-    axes.set_xlim(0, 1.15 * max((one.bits for one in measured), default=1.0))
-    axes.set_xlabel("stored bits per element")
-    axes.set_ylabel("KL per token (nats), 95% interval")
-    axes.set_title(title)
-    axes.grid(visible=True, which="major", alpha=0.3)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise InputError(f"cannot write --png {path}: {error}") from error
-
-
 def _height(one: Measured) -> float:
-    return math.log10(max(one.kl_mean, _LEAST_KL))
+    return math.log10(max(one.kl_mean, LEAST_KL))
 
 
 def _marks(measured: Sequence[Measured]) -> list[str]:

@@ -9,24 +9,31 @@ from kvass.spec import LayerGroup
 
 class Chunk(NamedTuple):
     """What a chunk's arrays belong to: the layer group and its number in the spec, the position of the first
-    token in its sequence, and how many tokens there are."""
+    token in its sequence, and how many tokens there are.
+
+    `behind`: how many tokens of its sequence came after it when it was coded; 0, the careful default: it is
+    the end. For encoders that are `end_aware`; decoding never depends on it.
+    """
 
     group: LayerGroup
     number: int
     start: int
     tokens: int
+    behind: int = 0
 
 
 class Codec(Protocol):
     """Turns the canonical arrays of a chunk into stored arrays and back.
 
     `in_place`: stored arrays have the canonical names, shapes and dtypes, so that they can be read
-    straight into the engine's memory. `lossless`: decoding gives the same bits.
+    straight into the engine's memory. `lossless`: decoding gives the same bits. `end_aware`: encode spends
+    less on chunks with more tokens behind them; such state is certified only up to the end it was coded for.
     """
 
     name: str
     lossless: bool
     in_place: bool
+    end_aware: bool
 
     def step(self) -> CodecStep:
         """What the header records, enough to decode; of a lossy codec with `{"tables": digest}`."""

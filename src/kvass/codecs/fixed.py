@@ -28,6 +28,7 @@ class FixedRate:
     name: str
     lossless = False
     in_place = False
+    end_aware = False
     bits: int
     key_group: int | None
     value_group: int | None

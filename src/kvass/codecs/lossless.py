@@ -43,6 +43,7 @@ class Lossless:
     name = "lossless"
     lossless = True
     in_place = False
+    end_aware = False
 
     def step(self) -> CodecStep:
         """`lossless`, without parameters."""
@@ -129,8 +130,8 @@ def _encode(array: Array) -> UInt8:
     words, states = np.empty(symbols.size + rans.STATE_WORDS, np.uint16), rans.fresh()
     at = len(words)
     for layer in range(layers - 1, -1, -1):
-        contexts = chosen[layer] & np.uint8(kernels.FLIP - 1)
-        at = rans.encode_run(tables.coding, contexts, symbols[layer], size, words, at, states)
+        contexts = np.resize(chosen[layer] & np.uint8(kernels.FLIP - 1), size)
+        at = rans.encode_run(tables.coding, contexts, symbols[layer], words, at, states)
     at = rans.finish(words, at, states)
     counts = np.array([len(words) - at, escaped], np.uint32)
     pieces: list[Array] = [counts, chosen, tops, words[at:], escapes[:escaped], packed]

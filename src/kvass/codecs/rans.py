@@ -29,6 +29,8 @@ PADDING = LANES
 _LOWEST = np.uint32(1 << 16)
 _HALF = np.uint32(16)
 _LOW_HALF = np.uint32(0xFFFF)
+_MORE = np.uint32(1 << 16)
+"""Marks a state that gives a word."""
 
 
 def frequencies(weights: npt.NDArray[np.int64]) -> UInt16:
@@ -87,37 +89,33 @@ def fresh() -> UInt32:
 
 
 @kernel
-def encode(tables: UInt32, contexts: UInt8, symbols: UInt8, count: int, words: UInt16) -> int:
-    """Write the whole stream of `symbols[:count]` to the end of `words`; returns where it begins.
-
-    See `encode_run`; `words` needs room for `count + STATE_WORDS`.
-    """
-    states = np.full(LANES, _LOWEST, np.uint32)
-    return finish(words, encode_run(tables, contexts, symbols, count, words, len(words), states), states)
-
-
-@kernel
 def encode_run(
-    tables: UInt32, contexts: UInt8, symbols: UInt8, count: int, words: UInt16, at: int, states: UInt32
+    tables: UInt32, contexts: UInt8, symbols: UInt8, words: UInt16, at: int, states: UInt32
 ) -> int:
-    """Write a run of a stream, `symbols[:count]`, before `words[at:]`; returns where it begins.
+    """Write a run of a stream, `symbols`, before `words[at:]`; returns where it begins.
 
     The last symbols are coded first: a stream's runs from the last to the first, with `states` `fresh` at the
-    beginning and `finish` at the end. `count` is a multiple of 64. Symbol i is coded with row
-    `contexts[i % len(contexts)]` of `coding_tables`. At most `count` words are written.
+    beginning and `finish` at the end. There is a multiple of 64 symbols; symbol i is coded with row
+    `contexts[i]` of `coding_tables`. At most as many words are written; `words` needs one more before them.
     """
-    place = count % len(contexts)
-    for i in range(count - 1, -1, -1):
-        place = (place if place > 0 else len(contexts)) - 1
-        code = tables[contexts[place], symbols[i]]
-        lane = i & (LANES - 1)
-        frequency, state = np.uint32(code & _LOW_HALF), np.uint32(states[lane])
-        if state >> np.uint32(20) >= frequency:
-            at -= 1
-            words[at] = np.uint16(state & _LOW_HALF)
-            state = np.uint32(state >> _HALF)
-        quotient = np.uint32(state // frequency)
-        states[lane] = (quotient << np.uint32(BITS)) + (state - quotient * frequency) + (code >> _HALF)
+    flat, row = tables.reshape(-1), np.uint32(tables.shape[1])
+    codes, out = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
+    for first in range(len(symbols) - LANES, -1, -LANES):
+        some, kinds = symbols[first : first + LANES], contexts[first : first + LANES]
+        for lane in range(LANES):  # loops that read and write few arrays become vector instructions
+            codes[lane] = flat[np.uint32(kinds[lane]) * row + np.uint32(some[lane])]
+        for lane in range(LANES):
+            frequency, state = np.uint32(codes[lane] & _LOW_HALF), states[lane]
+            full = np.uint32(state >> np.uint32(20)) >= frequency
+            out[lane] = np.uint32(state & _LOW_HALF) | (_MORE if full else np.uint32(0))
+            state = np.uint32(state >> _HALF) if full else state
+            # exact: it is below 2 ** 20, and no multiple of a frequency is nearer to it than float64 tells
+            quotient = np.uint32(np.float64(state) / np.float64(frequency))
+            rest = np.uint32(state - np.uint32(quotient * frequency))
+            states[lane] = np.uint32(np.uint32(quotient << np.uint32(BITS)) + rest + (codes[lane] >> _HALF))
+        for lane in range(LANES - 1, -1, -1):
+            words[at - 1] = np.uint16(out[lane])
+            at -= out[lane] >> _HALF
     return at
 
 

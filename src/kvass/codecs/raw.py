@@ -14,6 +14,7 @@ class Raw:
     name = "raw"
     lossless = True
     in_place = True
+    end_aware = False
 
     def step(self) -> CodecStep:
         """`raw`, without parameters."""

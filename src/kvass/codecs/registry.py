@@ -13,12 +13,14 @@ from kvass.errors import ConfigError, CorruptObjectError
 
 
 class _BuiltIn(NamedTuple):
-    """Where a codec's class is, imported when the codec is first used, and what it is made with."""
+    """Where a codec's class is, imported when the codec is first used, what it is made with, and what it says
+    of itself: that must be known where it cannot be imported, too."""
 
     module: str
     made_as: str
     lossless: bool
     setting: int | str | None = None
+    end_aware: bool = False
 
 
 _BUILT_IN = {
@@ -27,10 +29,10 @@ _BUILT_IN = {
     "int8": _BuiltIn("int8", "Int8", False),
     "kivi4": _BuiltIn("kivi", "Kivi", False, 4),
     "kivi2": _BuiltIn("kivi", "Kivi", False, 2),
-    "q1": _BuiltIn("transform", "Transform", False, "q1"),
-    "q2": _BuiltIn("transform", "Transform", False, "q2"),
-    "q3": _BuiltIn("transform", "Transform", False, "q3"),
-    "q4": _BuiltIn("transform", "Transform", False, "q4"),
+    "q1": _BuiltIn("transform", "Transform", False, "q1", end_aware=True),
+    "q2": _BuiltIn("transform", "Transform", False, "q2", end_aware=True),
+    "q3": _BuiltIn("transform", "Transform", False, "q3", end_aware=True),
+    "q4": _BuiltIn("transform", "Transform", False, "q4", end_aware=True),
 }
 
 LOSSY = tuple(name for name, line in _BUILT_IN.items() if not line.lossless)
@@ -64,6 +66,19 @@ def is_lossless(name: str) -> bool:
     """Whether a codec gives the same bits back. Raises ConfigError where there is no such codec, or it cannot
     be used in this installation."""
     return _found(name)[1]
+
+
+def is_end_aware(name: str) -> bool:
+    """Whether a codec spends less on chunks with more tokens behind them (see `Codec.end_aware`). Of one that
+    is not here nobody knows, and its state may be: true, as that is the careful answer."""
+    line = _BUILT_IN.get(name)
+    if line is not None:
+        return line.end_aware
+    try:
+        made, _ = _found(name)
+    except (ConfigError, ImportError, AttributeError):  # there is none, or its package is broken
+        return True
+    return bool(getattr(made, "end_aware", False))
 
 
 def codec_of(chain: Sequence[CodecStep], tables: Tables | None = None) -> Codec:

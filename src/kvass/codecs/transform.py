@@ -5,7 +5,7 @@ and the data uncorrelated, divided by a step that is larger for tokens to which 
 coded with static tables. All that is not in the stream was calibrated for the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,8 @@ from kvass.errors import CorruptObjectError, InputError
 from kvass.spec import numpy_dtype
 
 ORIGIN = 4096
-"""Where a chunk ends, as far as the probes are concerned: they were turned to stand behind it."""
+"""Where a sequence ends, as far as the probes are concerned: they were turned to stand behind it. What is
+further from the end is treated as if it were that far."""
 
 _LENGTHS = 2
 """A stream begins with two 32-bit numbers: of its words, and of its escapes."""
@@ -36,6 +37,7 @@ class Transform:
 
     lossless = False
     in_place = False
+    end_aware = True
 
     def __init__(self, tables: Tables, level: str):
         """Raises CorruptObjectError where the tables hold nothing for that level."""
@@ -72,7 +74,7 @@ class Transform:
         for layer in range(group.layers - 1, -1, -1):  # what is decoded last is coded first
             escapes.append(work.quantise(layer, arrays, kept))
             for contexts, symbols in work.runs:
-                at = kernels.coded(self._coding, contexts, symbols, words, at, states)
+                at = rans.encode_run(self._coding, contexts, symbols, words, at, states)
         words = words[rans.finish(words, at, states) :].astype("<u2")
         levels = np.concatenate(escapes[::-1]).astype("<i4")
         lengths = np.array([len(words), len(levels)], "<u4")
@@ -95,20 +97,29 @@ class Transform:
             for name in ("k", "v")
         }
         turns = {"k": self._turns(chunk), "v": (np.empty((chunk.tokens, 0), np.float32),) * 2}
-        stream = Stream(stored, self._decoding, _most(group, chunk.tokens))
-        y = np.empty((chunk.tokens, group.width), np.float32)
         sides = [
             (side, column, np.empty((chunk.tokens, side.width), np.float32), turns[name], found[name])
             for name, side, column in (("k", group.k, 0), ("v", group.v, group.split))
         ]
-        for layer in range(group.layers):
-            stream.dequantised(group, layer, y)
+        for layer, y in enumerate(self.projections(stored, chunk)):
             for side, column, x, turn, target in sides:
                 _restore(side, layer, y, column, x, turn, target[layer])
-        stream.close()
         for name, array in first.items():
             found[name][:, :kept] = array
         return found
+
+    def projections(self, stored: Mapping[str, Array], chunk: Chunk) -> Iterator[Float32]:
+        """What a chunk's stream says, layer by layer, in one array `[tokens, n]`: each overwrites the last.
+
+        Raises CorruptObjectError where the stream is not sound, which may show only behind its last layer.
+        """
+        group = self._fitting(chunk)
+        stream = Stream(stored, self._decoding, _most(group, chunk.tokens))
+        y = np.empty((chunk.tokens, group.width), np.float32)
+        for layer in range(group.layers):
+            stream.dequantised(group, layer, y)
+            yield y
+        stream.close()
 
     def _turns(self, chunk: Chunk) -> tuple[Float32, Float32]:
         """Cosines and sines of the chunk's positions, `[tokens, rotary_dim / 2]`."""
@@ -144,7 +155,8 @@ class _Work:
         self._turns = None
         if rope is not None:
             cos, sin = rope.rows(chunk.start, chunk.tokens)
-            self._turns = (cos, -sin), rope.rows(ORIGIN - chunk.tokens, chunk.tokens)
+            place = max(0, ORIGIN - chunk.behind - chunk.tokens)
+            self._turns = (cos, -sin), rope.rows(place, chunk.tokens)
         self._y = np.empty((chunk.tokens, group.width), np.float32)
         self._weights = np.empty((chunk.tokens, group.heads), np.float32)
         full = group.width + -group.width % rans.LANES

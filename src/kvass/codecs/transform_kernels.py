@@ -20,8 +20,6 @@ LARGEST = 1 << 20
 _MOST, _ESCAPE = np.float32(MOST), np.float32(ESCAPE)
 _LARGEST = np.float32(LARGEST)
 _ZERO, _UNIT = np.float32(0), np.float32(1)
-_WORD = np.uint32(16)
-_LOW, _MORE = np.uint32(0xFFFF), np.uint32(1 << 16)
 
 
 @kernel
@@ -98,35 +96,6 @@ def quantised(
                         taken += 1
             first = end
     return taken
-
-
-@kernel
-def coded(tables: UInt32, contexts: UInt8, symbols: UInt8, words: UInt16, at: int, states: UInt32) -> int:
-    """`rans.encode_run` of symbols that each have a context, all lanes at a time: the same words.
-
-    `tables`: `rans.coding_tables` of 256 symbols; `words` needs one more word before those that are written.
-    """
-    flat = tables.reshape(-1)
-    codes, out = np.empty(rans.LANES, np.uint32), np.empty(rans.LANES, np.uint32)
-    for first in range(len(symbols) - rans.LANES, -1, -rans.LANES):
-        some, kinds = symbols[first : first + rans.LANES], contexts[first : first + rans.LANES]
-        for lane in range(rans.LANES):  # loops that read and write few arrays become vector instructions
-            codes[lane] = flat[np.uint32(kinds[lane]) << np.uint32(8) | np.uint32(some[lane])]
-        for lane in range(rans.LANES):
-            frequency, state = np.uint32(codes[lane] & _LOW), states[lane]
-            full = np.uint32(state >> np.uint32(20)) >= frequency
-            out[lane] = np.uint32(state & _LOW) | (_MORE if full else np.uint32(0))
-            state = np.uint32(state >> _WORD) if full else state
-            # exact: it is below 2 ** 20, and no multiple of a frequency is nearer to it than float64 tells
-            quotient = np.uint32(np.float64(state) / np.float64(frequency))
-            rest = np.uint32(state - np.uint32(quotient * frequency))
-            states[lane] = np.uint32(
-                np.uint32(quotient << np.uint32(rans.BITS)) + rest + (codes[lane] >> _WORD)
-            )
-        for lane in range(rans.LANES - 1, -1, -1):
-            words[at - 1] = np.uint16(out[lane])
-            at -= out[lane] >> _WORD
-    return at
 
 
 @kernel

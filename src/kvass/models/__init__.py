@@ -9,7 +9,7 @@ from pathlib import Path
 from kvass.errors import ModelFilesError
 
 
-def build_once(target: Path, fill: Callable[[Path], None], *, ready: Callable[[Path], bool]) -> None:
+def build_once(target: Path, fill: Callable[[Path], object], *, ready: Callable[[Path], bool]) -> None:
     """Make `target`, a file or a directory, with `fill(draft)`, unless `ready(target)` already holds.
 
     Whoever is killed at whatever moment, `target` is there whole or not at all. One process builds at a

@@ -51,7 +51,7 @@ class CodecConformance:
         group = data.draw(self.groups())
         tokens = data.draw(st.integers(1, 40))
         start = data.draw(st.integers(0, self.positions - tokens))
-        chunk = Chunk(group, self.number, start, tokens)
+        chunk = Chunk(group, self.number, start, tokens, data.draw(st.sampled_from((0, 1000))))
         if made.lossless:
             return made, chunk, data.draw(strategies.arrays(group, tokens))
         return made, chunk, _finite(chunk, data.draw(st.integers(0, 1000)))
@@ -61,7 +61,9 @@ class CodecConformance:
         assert made.name
         assert isinstance(made.lossless, bool)
         assert isinstance(made.in_place, bool)
+        assert isinstance(made.end_aware, bool)
         assert made.lossless or not made.in_place
+        assert not (made.lossless and made.end_aware)
         step = made.step()
         assert step.name == made.name
         assert msgspec.json.decode(msgspec.json.encode(step), type=CodecStep) == step
@@ -106,6 +108,21 @@ class CodecConformance:
             assert np.array_equal(_bits(one[name]), _bits(other[name]))
         for name, array in arrays.items():
             assert np.array_equal(_bits(array), before[name])
+
+    @_EXAMPLES
+    @given(st.data())
+    def test_what_stands_behind_a_chunk_is_for_end_aware_encoders_only(self, data: st.DataObject) -> None:
+        made, chunk, arrays = self._draw(data)
+        near, far = chunk._replace(behind=0), chunk._replace(behind=1000)
+        stored = made.encode(arrays, far)
+        if not made.end_aware:
+            same = made.encode(arrays, near)
+            assert stored.keys() == same.keys()
+            for name in stored:
+                assert np.array_equal(_bits(stored[name]), _bits(same[name]))
+        one, other = made.decode(stored, near), made.decode(stored, far)
+        for name in ("k", "v"):
+            assert np.array_equal(_bits(one[name]), _bits(other[name]))
 
     @_EXAMPLES
     @given(st.data())

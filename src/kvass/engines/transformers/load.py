@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from kvass.config import Settings
 from kvass.engines.transformers.convert import convert_gguf, gguf_adds_bos
 from kvass.engines.transformers.layers import kv_spec
+from kvass.engines.transformers.shapes import spec_of_config
 from kvass.errors import InputError, ModelFilesError
 from kvass.keys import Namespace
 from kvass.models.bundled import BUNDLED, bundled_gguf, no_such_model
@@ -87,6 +88,13 @@ def shared_with(loaded: LoadedModel, settings: Settings, tenant_salt: str) -> Na
         loaded.directory, kv_spec(loaded.model), settings.shared_numerics,
         models_path=settings.models_path, tenant_salt=tenant_salt,
     )  # fmt: skip
+
+
+def certified_namespace(model: str, models_path: Path) -> Namespace:
+    """As much of a model's namespace as a certificate is bound to; no weights are loaded."""
+    _, directory = find_model(model, models_path)
+    spec = spec_of_config(str(directory), "bfloat16", models_path)
+    return shared_namespace(directory, spec, "", models_path=models_path)
 
 
 def encode_text(loaded: LoadedModel, text: str) -> list[int]:
