@@ -20,6 +20,9 @@ from kvass.spec import LayerGroup
 
 Float64 = npt.NDArray[np.float64]
 
+PART = 256
+"""Tokens of a chunk, usually."""
+
 PROBES = 66
 """Queries of what came after the texts, that stand as far behind a sequence's end as they did there."""
 
@@ -65,23 +68,20 @@ class Fitted(NamedTuple):
     thresholds: Float32
 
 
-def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -> Fitted:
-    """Learn from texts, all of which count the same."""
+def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading], totals: Sequence[float]) -> Fitted:
+    """Learn from texts, each with its `total`."""
     bare = [turned_back(one.k, rope) for one in readings]
-    totals = [_total(one) for one in readings]
-    k = _basis(
-        bare,
-        [
-            [turned_back(g, rope) / total for g in one.k_gradients]
-            for one, total in zip(readings, totals, strict=True)
-        ],
-    )
-    v = _basis(
-        [one.v for one in readings],
-        [[g / total for g in one.v_gradients] for one, total in zip(readings, totals, strict=True)],
-    )
+    # Behind a window nothing is seen: there, an average over the whole text would tell of nothing stored.
+    first = SINKS if group.window is None else -min(PART, group.window)
+
+    def used(gradients: Sequence[Float32], total: float) -> list[Float32]:
+        return [g[:, first:] / total for g in gradients]
+
+    each = list(zip(readings, totals, strict=True))
+    k = _basis(bare, [used([turned_back(g, rope) for g in one.k_gradients], total) for one, total in each])
+    v = _basis([one.v for one in readings], [used(one.v_gradients, total) for one, total in each])
     probes, offsets = _probes(group, rope, readings)
-    weights = np.concatenate([weigh(one, rope, probes, offsets) for one in bare], axis=1)
+    weights = np.concatenate([weigh(group, one, rope, probes, offsets) for one in bare], axis=1)
     reference = np.log2(weights.mean(axis=1))
     place = (np.arange(CLASSES - 1) - (CLASSES // 2) + 0.5) / ALPHA
     thresholds = np.exp2(reference[..., None] - place).astype(np.float32)
@@ -93,26 +93,28 @@ def turned_back(keys: Float32, rope: Rope | None) -> Float32:
     return rope.unrotate(np.ascontiguousarray(keys, np.float32), 0) if rope else keys
 
 
-def weigh(bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32, part: int = 256) -> Float32:
-    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them: it ends at
-    `ORIGIN`. Some tokens at once, for the memory."""
+def weigh(group: LayerGroup, bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32) -> Float32:
+    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them; PART at once."""
     found, tokens = [], bare.shape[1]
-    for start in range(0, tokens, part):
-        keys = np.ascontiguousarray(bare[:, start : start + part])
-        turned = rope.rotate(keys, max(0, ORIGIN - tokens + start)) if rope else keys
+    for start in range(0, tokens, PART):
+        keys = np.ascontiguousarray(bare[:, start : start + PART])
+        end = tokens if group.window is None else start + keys.shape[1]
+        turned = rope.rotate(keys, max(0, ORIGIN - end + start)) if rope else keys
         scores = turned.swapaxes(1, 2) @ probes - offsets[:, :, None]
         found.append(np.exp2(np.clip(scores, -64, 62)).mean(axis=-1).swapaxes(1, 2))
     return np.asarray(np.concatenate(found, axis=1)[:, SINKS:], np.float32)
 
 
-def _total(one: Reading) -> float:
-    """The root of all Fisher information of a text: what is divided by it counts as much as any other's."""
+def total(text: Sequence[Reading]) -> float:
+    """The root of a text's Fisher information, a token, over all layer groups: what is divided by it counts
+    as much as any other text's."""
     energy = sum(
         float(np.square(g[:, SINKS:], dtype=np.float64).sum())
+        for one in text
         for side in (one.k_gradients, one.v_gradients)
         for g in side
     )
-    return math.sqrt(energy / (len(one.k_gradients) * one.k.shape[1])) or 1.0
+    return math.sqrt(energy / (len(text[0].k_gradients) * text[0].k.shape[1])) or 1.0
 
 
 def _basis(data: Sequence[Float32], gradients: Sequence[Sequence[Float32]]) -> Basis:
@@ -124,7 +126,7 @@ def _basis(data: Sequence[Float32], gradients: Sequence[Sequence[Float32]]) -> B
     fisher = np.zeros((layers, heads, dim, dim))
     for passes in gradients:
         for one in passes:
-            g = one[:, SINKS:].swapaxes(1, 2)
+            g = one.swapaxes(1, 2)
             fisher += (g.swapaxes(2, 3) @ g) / (g.shape[2] * len(passes) * len(gradients))
     trace = np.trace(fisher, axis1=2, axis2=3)[..., None, None] / dim
     floor = max(float(trace.mean()), 1e-30) * 1e-6

@@ -13,6 +13,7 @@ from kvass.codecs.sinks import SINKS
 from kvass.codecs.tables import Float32, Rope
 from kvass.codecs.transform_kernels import ESCAPE, MOST
 from kvass.container import Array
+from kvass.spec import LayerGroup
 
 PER_OCTAVE = 2
 CONTEXTS = 24
@@ -46,11 +47,12 @@ def offset(step: float) -> int:
 
 
 def count(
-    into: Counts, fitted: Fitted, rope: Rope | None, k: Float32, v: Float32, steps: Sequence[float]
-) -> None:
+    into: Counts, group: LayerGroup, fitted: Fitted, rope: Rope | None, k: Float32, v: Float32,
+    steps: Sequence[float],
+) -> None:  # fmt: skip
     """Code a text's keys (after RoPE) and values with each of the steps, and count."""
     bare = turned_back(k, rope)
-    weights = weigh(bare, rope, fitted.probes, fitted.offsets)
+    weights = weigh(group, bare, rope, fitted.probes, fitted.offsets)
     classes = (weights[..., None] < fitted.thresholds[:, None]).sum(axis=-1)
     into.classes[...] += len(steps) * np.bincount(classes.ravel(), minlength=into.classes.size)
     half = (classes - CLASSES // 2)[..., None]

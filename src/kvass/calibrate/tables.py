@@ -8,7 +8,7 @@ import numpy as np
 
 from kvass.calibrate.certify import as_stored
 from kvass.calibrate.evaluate import evaluate
-from kvass.calibrate.fit import Fitted, Reading, fit
+from kvass.calibrate.fit import Fitted, Reading, fit, total
 from kvass.calibrate.ropes import frequencies
 from kvass.calibrate.symbols import (
     count,
@@ -70,7 +70,8 @@ def make_tables(
             )
     say("fitting")
     spec = runner.spec.groups
-    fitted = [fit(spec[group], turning.rope(group), readings[group]) for group in groups]
+    totals = [total(text) for text in zip(*readings, strict=True)]
+    fitted = [fit(spec[group], turning.rope(group), readings[group], totals) for group in groups]
     readings.clear()
     guess = _guess(fitted)
     tried = [guess * 2.0**exponent for exponent in range(-4, 3)]
@@ -78,7 +79,7 @@ def make_tables(
     for group in groups:
         for kv in read:
             k, v = (kv[group][name].astype(np.float32) for name in ("k", "v"))
-            count(counts, fitted[group], turning.rope(group), k, v, tried)
+            count(counts, spec[group], fitted[group], turning.rope(group), k, v, tried)
     arrays: dict[str, Array] = {**ropes, **symbol_arrays(counts)}
     for group in groups:
         arrays |= group_arrays(group, fitted[group])
