@@ -155,6 +155,8 @@ def _probes(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -
         places.append(mine)
     chosen = np.concatenate(queries, axis=1)  # [layers, probes, heads, queries, dim]
     distances = np.concatenate(places)
+    if group.window is not None:  # further behind, a query sees too little of a text to be compared
+        distances = distances % max(1, group.window // 2)
     at_origin = _placed(chosen, rope, ORIGIN + distances)
     layers, count, heads, each, dim = at_origin.shape
     sums = np.zeros(at_origin.shape[:-1])

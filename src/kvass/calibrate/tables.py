@@ -26,8 +26,8 @@ from kvass.keys import Namespace
 from kvass.runner import KV, ModelRunner
 
 LEVELS: Final[Mapping[str, float]] = {"q1": 0.00013, "q2": 0.00045, "q3": 0.0019, "q4": 0.0052}
-"""The mean KL per token that each level has on calibration texts. Held ones cost two to four times as much, which
-is to stay below 0.0005, 0.002 and 0.01; what bounds `q4` is not its KL but the facts that it may lose."""
+"""The mean KL per token that each level has on calibration texts. Held ones cost two to four times as much,
+which is to stay below 0.0005, 0.002 and 0.01; what bounds `q4` is not its KL but the facts it may lose."""
 
 _MOST_POSITIONS = 131_072
 
