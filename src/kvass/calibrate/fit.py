@@ -23,16 +23,20 @@ Float64 = npt.NDArray[np.float64]
 PART = 256
 """Tokens of a chunk, usually."""
 
-PROBES = 66
+PROBES = 33
 """Queries of what came after the texts, that stand as far behind a sequence's end as they did there."""
 
 CLASSES = 13
-ALPHA = 0.5
-"""How many half octaves a token's step grows by for each octave that its weight falls: half of what uniform
-errors would ask for, since probes only guess at the weight."""
+"""Half octaves of steps."""
+
+_BLOCKS = 96
+"""Tokens in the order of their weights are averaged over in so many blocks; the heaviest in finer ones."""
 
 _REGULAR = 0.4
 """Of the mean Fisher information, what is added in every direction: few texts say too little of most."""
+
+_BEYOND = 1e30
+"""More than any weight."""
 
 _TO_POWER_OF_TWO = 2 / math.log(2)
 
@@ -74,17 +78,19 @@ def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading], total
     # Behind a window nothing is seen: there, an average over the whole text would tell of nothing stored.
     first = SINKS if group.window is None else -min(PART, group.window)
 
-    def used(gradients: Sequence[Float32], total: float) -> list[Float32]:
+    def counted(gradients: Sequence[Float32], total: float) -> list[Float32]:
         return [g[:, first:] / total for g in gradients]
 
     each = list(zip(readings, totals, strict=True))
-    k = _basis(bare, [used([turned_back(g, rope) for g in one.k_gradients], total) for one, total in each])
-    v = _basis([one.v for one in readings], [used(one.v_gradients, total) for one, total in each])
+    k_gradients = [counted([turned_back(g, rope) for g in one.k_gradients], total) for one, total in each]
+    v_gradients = [counted(one.v_gradients, total) for one, total in each]
+    k, v = _basis(bare, k_gradients), _basis([one.v for one in readings], v_gradients)
     probes, offsets = _probes(group, rope, readings)
-    weights = np.concatenate([weigh(group, one, rope, probes, offsets) for one in bare], axis=1)
-    reference = np.log2(weights.mean(axis=1))
-    place = (np.arange(CLASSES - 1) - (CLASSES // 2) + 0.5) / ALPHA
-    thresholds = np.exp2(reference[..., None] - place).astype(np.float32)
+    weights = [weigh(group, one[:, min(first, 0) :], rope, probes, offsets)[:, first:] for one in bare]
+    told = [
+        _information(k, ks) + _information(v, vs) for ks, vs in zip(k_gradients, v_gradients, strict=True)
+    ]
+    thresholds = _thresholds(np.concatenate(weights, axis=1), np.concatenate(told, axis=1))
     return Fitted(k, v, probes, offsets, thresholds)
 
 
@@ -94,7 +100,7 @@ def turned_back(keys: Float32, rope: Rope | None) -> Float32:
 
 
 def weigh(group: LayerGroup, bare: Float32, rope: Rope | None, probes: Float32, offsets: Float32) -> Float32:
-    """Weights `[layers, tokens - SINKS, heads]` of a text's tokens as the codec finds them; PART at once."""
+    """Weights `[layers, tokens, heads]` of a text's tokens as the codec finds them, some at once."""
     found, tokens = [], bare.shape[1]
     for start in range(0, tokens, PART):
         keys = np.ascontiguousarray(bare[:, start : start + PART])
@@ -102,7 +108,49 @@ def weigh(group: LayerGroup, bare: Float32, rope: Rope | None, probes: Float32, 
         turned = rope.rotate(keys, max(0, ORIGIN - end + start)) if rope else keys
         scores = turned.swapaxes(1, 2) @ probes - offsets[:, :, None]
         found.append(np.exp2(np.clip(scores, -64, 62)).mean(axis=-1).swapaxes(1, 2))
-    return np.asarray(np.concatenate(found, axis=1)[:, SINKS:], np.float32)
+    return np.asarray(np.concatenate(found, axis=1), np.float32)
+
+
+def _information(side: Basis, gradients: Sequence[Float32]) -> Float32:
+    """Fisher information of each token `[layers, tokens, heads]`, the mean over directions of a basis."""
+    rows = (g.swapaxes(1, 2) @ side.inverse.swapaxes(-1, -2) for g in gradients)
+    return np.asarray(
+        sum(np.square(y).mean(axis=-1).swapaxes(1, 2) for y in rows) / len(gradients), np.float32
+    )
+
+
+def _thresholds(weights: Float32, information: Float32) -> Float32:
+    """Weights `[layers, heads, CLASSES - 1]` below which a token's Fisher information, by what tokens of
+    such weights have in the calibration texts, is so small that its step may be half an octave larger.
+
+    Where probes cannot tell, as in heads that look for one place by what it says, all get about one step.
+    Steps grow as the inverse root of the information: what uniform errors ask for at a given rate.
+    """
+    layers, count, heads = weights.shape
+    heaviest = count - np.geomspace(32, max(33, count // 8), _BLOCKS // 4).astype(np.int64)
+    edges = np.unique(np.clip([*np.linspace(0, count, _BLOCKS + 1).astype(np.int64), *heaviest], 0, count))
+    place = np.arange(CLASSES - 1) - (CLASSES // 2) + 0.5
+    found = np.zeros((layers, heads, CLASSES - 1), np.float32)
+    for layer in range(layers):
+        for head in range(heads):
+            order = np.argsort(weights[layer, :, head], kind="stable")
+            told = information[layer, order, head]
+            means, starts = _rising(np.add.reduceat(told, edges[:-1]) / np.diff(edges), edges)
+            lightest = np.concatenate([[0], weights[layer, order[starts[1:]], head], [_BEYOND]])
+            found[layer, head] = lightest[np.searchsorted(means, told.mean() * np.exp2(-place))]
+    return found
+
+
+def _rising(means: Float64, edges: npt.NDArray[np.int64]) -> tuple[Float64, npt.NDArray[np.int64]]:
+    """The nearest means that rise from block to block, and where their blocks start (isotonic regression by
+    pooling adjacent violators)."""
+    blocks: list[tuple[float, int, int]] = []  # mean, size, start
+    for mean, start, end in zip(means, edges, edges[1:], strict=False):
+        blocks.append((float(mean), int(end - start), int(start)))
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (one, size, begin), (other, more, _) = blocks[-2:]
+            blocks[-2:] = [((one * size + other * more) / (size + more), size + more, begin)]
+    return np.array([one for one, _, _ in blocks]), np.array([start for _, _, start in blocks])
 
 
 def total(text: Sequence[Reading]) -> float:

@@ -52,7 +52,7 @@ def count(
 ) -> None:  # fmt: skip
     """Code a text's keys (after RoPE) and values with each of the steps, and count."""
     bare = turned_back(k, rope)
-    weights = weigh(group, bare, rope, fitted.probes, fitted.offsets)
+    weights = weigh(group, bare, rope, fitted.probes, fitted.offsets)[:, SINKS:]
     classes = (weights[..., None] < fitted.thresholds[:, None]).sum(axis=-1)
     into.classes[...] += len(steps) * np.bincount(classes.ravel(), minlength=into.classes.size)
     half = (classes - CLASSES // 2)[..., None]
