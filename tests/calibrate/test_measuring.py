@@ -86,6 +86,46 @@ def test_kl_is_of_the_predictions_over_what_was_decoded(runner: TransformersRunn
     assert found.rise[0] == pytest.approx(rise, abs=1e-5)
 
 
+def test_a_prompt_that_leaves_a_text_early_has_its_last_tokens_computed_again(
+    runner: TransformersRunner,
+) -> None:
+    """What is far from the middle may be as coarse as it likes: it is behind it, or far before it."""
+    text = _texts(1)[0]
+
+    def coarse(first: int, last: int):
+        def coder(kv: KV) -> tuple[KV, int]:
+            made = [{name: array.copy() for name, array in arrays.items()} for arrays in kv]
+            for arrays in made:
+                for array in arrays.values():
+                    array[:, first:last] = 0
+            return made, 1
+
+        return coder
+
+    coders = {"again": coarse(80, 200), "before": coarse(0, 80), "none": coarse(80, 200)}
+    found = evaluate(runner, coders, [text], [], guards={"again": 20, "before": 20})
+    assert found["again"].early == [pytest.approx(0, abs=1e-4)]  # computed, and not rounded for a store
+    assert found["before"].early[0] > 1e-3
+    assert found["none"].early == []
+    assert all(one.kl[0].mean() > 1e-3 for one in found.values())
+    short = evaluate(runner, {"again": coarse(80, 200)}, [text], [], guards={"again": 19})["again"]
+    assert short.early[0] > 4e-4
+
+
+def test_levels_are_measured_with_the_guard_of_the_cache(
+    runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, int] = {}
+
+    def noted(*given: Any) -> dict[str, Any]:
+        seen.update(given[-1])
+        return {}
+
+    monkeypatch.setattr(certify, "evaluate", noted)
+    measure(runner, dict.fromkeys(("lossless", "int8", "q1", "q4", "other")), _texts(1), [])
+    assert seen == {"q1": 256, "q4": 256}
+
+
 def test_progress_reaches_its_end(runner: TransformersRunner) -> None:
     seen: list[tuple[int, int]] = []
     codecs = {"one": lambda kv: (kv, 1), "two": _noisy(0.1)}

@@ -21,8 +21,8 @@ from kvass.quality import Measured, binding, calibrated_folder, certify, keep_ca
 
 def _measured(codec: str, bits: float, kl: float, lost: float = 0.01) -> Measured:
     return Measured(
-        codec=codec, bits=bits, kl_mean=kl, kl_low=kl / 2, kl_high=2 * kl, kl_p99=9 * kl, top1=0.98,
-        ppl_ratio=1.001, facts_tried=410, facts_lost=2, facts_lost_high=lost,
+        codec=codec, bits=bits, kl_mean=kl, kl_low=kl / 2, kl_high=2 * kl, kl_early=kl, kl_p99=9 * kl,
+        top1=0.98, ppl_ratio=1.001, facts_tried=410, facts_lost=2, facts_lost_high=lost,
     )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ def point(bits: float, exponent: float) -> Point:
 
 def measured(name: str, bits: float, kl: float) -> Measured:
     return Measured(
-        codec=name, bits=bits, kl_mean=kl, kl_low=kl / 2, kl_high=2 * kl, kl_p99=9 * kl, top1=0.98,
-        ppl_ratio=1.001, facts_tried=410, facts_lost=2, facts_lost_high=0.015,
+        codec=name, bits=bits, kl_mean=kl, kl_low=kl / 2, kl_high=2 * kl, kl_early=kl, kl_p99=9 * kl,
+        top1=0.98, ppl_ratio=1.001, facts_tried=410, facts_lost=2, facts_lost_high=0.015,
     )  # fmt: skip
 
 
@@ -124,10 +124,13 @@ def test_nothing_dominates_where_nothing_was_compared() -> None:
 def test_a_row_keeps_every_figure() -> None:
     found = row(measured("q2", 2.0, 0.001))
     assert set(found) == {
-        "bits", "kl", "kl_interval95", "kl_p99", "top1", "ppl_ratio", "facts_tried", "facts_lost",
+        "bits", "kl", "kl_interval95", "kl_early", "kl_p99", "top1", "ppl_ratio", "facts_tried", "facts_lost",
         "facts_lost_high",
     }  # fmt: skip
     assert found["kl_interval95"] == [0.0005, 0.002]
+    assert set(row(measured("a", 2.0, 0.001), ours=False)) == {
+        "bits", "kl", "kl_interval95", "kl_p99", "top1", "ppl_ratio"
+    }  # fmt: skip
 
 
 def test_the_picture_is_a_png_and_names_the_baselines_on_the_line(tmp_path) -> None:

@@ -61,7 +61,7 @@ def test_a_codec_that_was_not_measured_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
-    [({"kl_mean": 0.0101}, "kl"), ({"facts_lost_high": 0.0251}, "facts")],
+    [({"kl_mean": 0.0101}, "kl"), ({"kl_early": 0.0101}, "kl"), ({"facts_lost_high": 0.0251}, "facts")],
 )
 def test_over_the_budget_is_refused_and_a_larger_budget_allows_it(tmp_path, changes, kind: str) -> None:
     calibrate(tmp_path, SPACE, [measured(**changes)])

@@ -76,7 +76,7 @@ def run(
         "missing": missing | left_out,
         **{f"{prefix}{name}": value for name, value in figures.items()},
         "codecs": {one.codec: row(one) for one in ours},
-        "baselines": {one.codec: row(one, facts=False) for one in theirs},
+        "baselines": {one.codec: row(one, ours=False) for one in theirs},
     }  # fmt: skip
     return Found(report, ours, theirs)
 
@@ -99,14 +99,15 @@ def flat(ours: Sequence[Measured], baselines: Sequence[Measured], raw_bits: int)
     return found | compared(levels, [Point(one.bits, one.kl_mean) for one in baselines])
 
 
-def row(one: Measured, *, facts: bool = True) -> dict[str, Any]:
-    """What a report says of one codec; with `facts`, how many it lost."""
-    lost = {
-        "facts_tried": one.facts_tried, "facts_lost": one.facts_lost, "facts_lost_high": one.facts_lost_high
+def row(one: Measured, *, ours: bool = True) -> dict[str, Any]:
+    """What a report says of one codec; of `ours`, also what only they were asked."""
+    more = {
+        "kl_early": one.kl_early, "facts_tried": one.facts_tried, "facts_lost": one.facts_lost,
+        "facts_lost_high": one.facts_lost_high,
     }  # fmt: skip
     return {
         "bits": round(one.bits, 4), "kl": one.kl_mean, "kl_interval95": [one.kl_low, one.kl_high],
-        "kl_p99": one.kl_p99, "top1": one.top1, "ppl_ratio": one.ppl_ratio, **(lost if facts else {}),
+        "kl_p99": one.kl_p99, "top1": one.top1, "ppl_ratio": one.ppl_ratio, **(more if ours else {}),
     }  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from kvass.calibrate.statistics import mean_interval, share_upper
 from kvass.calibrate.tasks import FactContext
 from kvass.calibrate.texts import Sequenced
 from kvass.codecs.base import Chunk, Codec
+from kvass.codecs.registry import LOSSY, is_end_aware
 from kvass.container import Array, Encoded, Header
 from kvass.keys import FORMAT_VERSION, Namespace, address, address_text, lossy_namespace
-from kvass.provenance import EXACT, Lossy, Provenance
+from kvass.provenance import EXACT, GUARD_TOKENS, Lossy, Provenance
 from kvass.quality import Measured
 from kvass.runner import KV, ModelRunner
 
@@ -20,11 +21,13 @@ def measure(
     runner: ModelRunner, codecs: Mapping[str, Coder], texts: Sequence[Sequenced],
     facts: Sequence[FactContext], progress: Progress = lambda done, total: None,
 ) -> list[Measured]:  # fmt: skip
-    """One `Measured` per codec, in order. `texts` and `facts` must not be what the codecs learned from.
+    """One `Measured` per codec, in order, each under the name that `kvass.codecs.registry` has it by or any
+    other. `texts` and `facts` must not be what the codecs learned from.
 
     Raises as `kvass.calibrate.evaluate.evaluate` does.
     """
-    found = evaluate(runner, codecs, texts, facts, progress)
+    guards = {name: GUARD_TOKENS for name in codecs if name in LOSSY and is_end_aware(name)}
+    found = evaluate(runner, codecs, texts, facts, progress, guards)
     return [summed_up(name, losses) for name, losses in found.items()]
 
 
@@ -37,6 +40,7 @@ def summed_up(codec: str, losses: Losses) -> Measured:
         kl_mean=mean,
         kl_low=low,
         kl_high=high,
+        kl_early=float(np.mean(losses.early)) if losses.early else mean,
         kl_p99=float(np.quantile(np.concatenate(losses.kl), 0.99)),
         top1=float(np.mean([one.mean() for one in losses.agree])),
         ppl_ratio=float(np.exp(np.mean(losses.rise))),

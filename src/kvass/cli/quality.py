@@ -80,15 +80,15 @@ def _table(certificate: Certificate, allowed: dict[str, bool]) -> Table:
     table = Table(title=escape(certificate.model), title_justify="left")
     table.add_column("")
     table.add_column("codec")
-    for title in ("bits", "KL", "95%", "p99", "same top", "ppl", "facts lost", "at most"):
+    for title in ("bits", "KL", "95%", "early", "p99", "same top", "ppl", "facts lost", "at most"):
         table.add_column(title, justify="right")
     table.add_column("may be used")
     for mark, one in zip(_marks(certificate.measured), certificate.measured, strict=True):
         table.add_row(
             mark, escape(one.codec), f"{one.bits:.2f}", f"{one.kl_mean:.2g}",
-            f"{one.kl_low:.2g}..{one.kl_high:.2g}", f"{one.kl_p99:.2g}", f"{one.top1:.1%}",
-            f"{one.ppl_ratio:.4f}", f"{one.facts_lost} of {one.facts_tried}", f"{one.facts_lost_high:.2%}",
-            "yes" if allowed[one.codec] else "[yellow]no[/yellow]",
+            f"{one.kl_low:.2g}..{one.kl_high:.2g}", f"{one.kl_early:.2g}", f"{one.kl_p99:.2g}",
+            f"{one.top1:.1%}", f"{one.ppl_ratio:.4f}", f"{one.facts_lost} of {one.facts_tried}",
+            f"{one.facts_lost_high:.2%}", "yes" if allowed[one.codec] else "[yellow]no[/yellow]",
         )  # fmt: skip
     return table
 
