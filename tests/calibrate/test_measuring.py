@@ -8,7 +8,7 @@ import pytest
 from drawing import tokens
 
 from kvass.calibrate import certify
-from kvass.calibrate.certify import as_stored, measure
+from kvass.calibrate.certify import as_stored, guarded, measure
 from kvass.calibrate.evaluate import evaluate
 from kvass.calibrate.tasks import FactContext
 from kvass.calibrate.texts import Sequenced
@@ -112,7 +112,7 @@ def test_a_prompt_that_leaves_a_text_early_has_its_last_tokens_computed_again(
     assert short.early[0] > 4e-4
 
 
-def test_levels_are_measured_with_the_guard_of_the_cache(
+def test_what_minds_an_end_is_measured_with_the_guard_of_the_cache(
     runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, int] = {}
@@ -122,8 +122,12 @@ def test_levels_are_measured_with_the_guard_of_the_cache(
         return {}
 
     monkeypatch.setattr(certify, "evaluate", noted)
-    measure(runner, dict.fromkeys(("lossless", "int8", "q1", "q4", "other")), _texts(1), [])
-    assert seen == {"q1": 256, "q4": 256}
+    minding = _Recording()
+    minding.end_aware = True
+    codecs = {"minding": minding, "raw": Raw()}
+    coders = {name: as_stored(one, _namespace(runner)) for name, one in codecs.items()}
+    measure(runner, coders, _texts(1), [], guards=guarded(codecs))
+    assert seen == {"minding": 256}
 
 
 def test_progress_reaches_its_end(runner: TransformersRunner) -> None:
@@ -187,7 +191,8 @@ def test_each_chunk_is_coded_for_where_the_sequence_ends(
         certify, "Encoded", lambda header, arrays: headers.append(header) or encoded(header, arrays)
     )
     as_stored(codec, _namespace(runner), chunk_tokens=128)(runner.prefill(tokens(1, 300)))
-    wanted = [behind for behind in (172, 44, 0) for _ in runner.spec.groups]
+    groups = runner.spec.groups
+    wanted = [behind if one.window is None else 0 for behind in (172, 44, 0) for one in groups]
     assert [chunk.behind for chunk in codec.chunks] == (wanted if aware else [0] * len(wanted))
     assert [header.provenance.behind for header in headers] == [chunk.behind for chunk in codec.chunks]
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from kvass.calibrate import lessons
 from kvass.calibrate.tasks import FactContext, fact_contexts
-from kvass.calibrate.texts import Text, held_texts
+from kvass.calibrate.texts import Text, calibration_texts, held_texts
 from kvass.engines.transformers.load import LoadedModel
 from kvass.engines.transformers.runner import TransformersRunner
 from kvass.errors import InputError
@@ -59,6 +60,25 @@ def test_the_same_seed_gives_the_same_and_another_does_not(smollm2_fp32: LoadedM
     assert one == same
     assert one != other
     assert one[0] != one[1]
+
+
+def test_lessons_ask_for_what_stands_in_them_and_for_nothing_that_is_judged(
+    smollm2_fp32: LoadedModel,
+) -> None:
+    runner = TransformersRunner(smollm2_fp32)
+    made = lessons.lessons(calibration_texts(), runner, 1536)
+    short = lessons.lessons(calibration_texts(), runner, 700)
+    assert len({tuple(one.read) for one in made}) == len(made) == len(short) == 4
+    judged = {fact.question for one in fact_contexts(held_texts(), runner) for fact in one.facts}
+    for one in (*made, *short):
+        read, asked = (smollm2_fp32.tokenizer.decode(part) for part in (one.read, one.continued))
+        facts = asked.strip().splitlines()
+        assert len(facts) >= 12
+        for fact in facts:
+            assert fact in read
+            assert not any(fact.startswith(question) for question in judged)
+    assert max(len(one.read) for one in made) <= 1536
+    assert max(len(one.read) for one in short) <= 700
 
 
 def test_too_few_domains_are_refused(runner: TransformersRunner) -> None:

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from kvass.calibrate.fit import CLASSES, PROBES, Reading, _rising, _thresholds, fit, total, weigh
+from kvass.calibrate.fit import CLASSES, PROBES, Reading, _rising, _thresholds, fit, importance, weigh
+from kvass.codecs.tables import Tables, rope_arrays, write_tables
+from kvass.codecs.transform import ORIGIN
 from kvass.spec import LayerGroup
 
 COUNT = 20_000
@@ -68,12 +70,14 @@ def test_behind_a_window_each_part_is_an_end_of_its_own() -> None:
     full = LayerGroup(kind="attention", layers=(0,), kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32")
     keys = np.tile(random.normal(size=(1, 256, 1, 8)).astype(np.float32), (1, 3, 1, 1))
     probes = random.normal(size=(1, 1, 8, 4)).astype(np.float32)
+    rope = Tables.parse(write_tables(rope_arrays(0, [1.0, 0.1, 0.01, 0.001], 2 * ORIGIN))).rope(0)
     sliding = LayerGroup(
         kind="attention", layers=(0,), kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=64
     )
-    found = weigh(sliding, keys, None, probes, np.zeros((1, 1, 4), np.float32))
+    found, seen = (weigh(one, keys, rope, probes, np.zeros((1, 1, 4), np.float32)) for one in (sliding, full))
     np.testing.assert_array_equal(found[:, :256], found[:, 512:])
-    assert found.shape == weigh(full, keys, None, probes, np.zeros((1, 1, 4), np.float32)).shape
+    np.testing.assert_array_equal(found[:, 512:], seen[:, 512:])
+    assert np.abs(np.log(seen[:, :256] / seen[:, 512:])).max() > 0.1
 
 
 def test_one_measure_of_importance_for_all_groups() -> None:
@@ -87,6 +91,6 @@ def test_one_measure_of_importance_for_all_groups() -> None:
         return Reading(k, v, [gk * np.float32(scale)], [gv * np.float32(scale)], queries)
 
     low, high = reading(1), reading(10)
-    both = total([low, high])
+    both = importance([low, high])
     deviations = [fit(group, None, [one], [both]).k.deviations.mean() for one in (low, high)]
     assert 8 < deviations[1] / deviations[0] < 12

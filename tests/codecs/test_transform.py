@@ -159,16 +159,18 @@ def test_rounding_agrees_with_plain_numpy(tokens, heads, sizes, seed):
 
 @pytest.mark.parametrize("level", STEPS)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (21, 0), (9, 300)])
-def test_the_codec_agrees_with_plain_numpy(name, level, tokens, start):
+@pytest.mark.parametrize(
+    ("tokens", "start", "behind"), [(1, 0, 0), (21, 0, 7), (9, 300, 0), (9, 300, 300), (9, 300, 10_000)]
+)
+def test_the_codec_agrees_with_plain_numpy(name, level, tokens, start, behind):
     shape, coder = SHAPES[name], made(name, level)
     tables = tables_of(shape)
     rope, group = tables.rope(0), Calibrated(tables, level, 0)
-    chunk = Chunk(group_of(shape), 0, start, tokens)
+    chunk = Chunk(group_of(shape), 0, start, tokens, behind)
     arrays, kept = kv_like(chunk), 4 if start == 0 else 0
     wide = {one: array.astype(np.float32) for one, array in arrays.items()}
     bare = rope.unrotate(wide["k"], start) if rope else wide["k"]
-    placed = rope.rotate(bare, ORIGIN - tokens) if rope else bare
+    placed = rope.rotate(bare, max(0, ORIGIN - tokens - behind)) if rope else bare
     runs, escapes, restored = [], [], {"k": [], "v": []}
     for layer in range(shape.layers):
         weights = twin.importance(placed[layer], group.probes[layer], group.offsets[layer])

@@ -8,7 +8,7 @@ from kvass.bench import codec_load, codec_speed
 from kvass.bench.codec_coders import baseline_coders, our_codecs, our_coders
 from kvass.bench.codec_pareto import Point, compared
 from kvass.bench.report import installed, machine
-from kvass.calibrate.certify import measure
+from kvass.calibrate.certify import guarded, measure
 from kvass.calibrate.tasks import fact_contexts
 from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
 from kvass.engines.transformers.load import certified_namespace, load_model
@@ -58,7 +58,7 @@ def run(
     known = [runner.prefill(one.read) for one in sequenced(calibration_texts(), runner)]
     others, left_out = baseline_coders(runner.spec, tables, known)
     del known
-    ours = measure(runner, our_coders(made, namespace), chosen, facts, progress)
+    ours = measure(runner, our_coders(made, namespace), chosen, facts, progress, guarded(made))
     theirs = measure(runner, others, chosen, [], progress)  # for the line through them, facts do not matter
     figures = flat(ours, theirs, 8 * numpy_dtype(runner.spec.groups[0].dtype).itemsize)
     if rounds:

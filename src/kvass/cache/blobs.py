@@ -29,7 +29,8 @@ class ChunkBlob:
         self._target, self._parent, self._root = target, parent, root
         self._key, self._group, self._shard = split_address(one)
         self._position, self._tokens, self._source = position, tokens, source
-        self._behind = target.behind(end, position + tokens.size)
+        group = target.namespace.spec.groups[self._group]
+        self._behind = target.behind(group, end, position + tokens.size)
 
     @cached_property
     def _encoded(self) -> Encoded:
@@ -37,7 +38,7 @@ class ChunkBlob:
 
     def encoded(self) -> Encoded:
         """The object, its arrays encoded now."""
-        tokens, (namespace, coder, *_) = self._tokens, self._target
+        tokens, namespace, coder = self._tokens, self._target.namespace, self._target.coder
         group = namespace.spec.groups[self._group]
         arrays = self._source.arrays(self._group, self._position, self._position + tokens.size)
         check_fit(arrays, namespace.arrays, group, tokens.size)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvass import metrics
-from kvass.codecs.base import Codec
+from kvass.codecs.base import Codec, tokens_behind
 from kvass.codecs.raw import Raw
 from kvass.codecs.registry import LOSSY, NotDecodableError, codec_of, is_end_aware, is_lossless
 from kvass.codecs.registry import codec as make_codec
@@ -17,6 +17,7 @@ from kvass.errors import ConfigError, CorruptObjectError
 from kvass.keys import Namespace, lossy_namespace
 from kvass.provenance import EXACT, GUARD_TOKENS, Lossy, Provenance, codec_of_class
 from kvass.quality import DEFAULT_BUDGET, Budget, Gate, Verdict
+from kvass.spec import LayerGroup
 
 RAW = "raw"
 
@@ -32,11 +33,11 @@ class Target(NamedTuple):
     provenance: Provenance
     end_aware: bool = False
 
-    def behind(self, end: int, stop: int) -> int:
+    def behind(self, group: LayerGroup, end: int, stop: int) -> int:
         """What a chunk up to `stop` of a sequence of `end` tokens is coded for: tokens behind it, or 0, as an
         end itself, where the codec does not care. A lossless coder says it too: some of the sequence may have
         been loaded, coded for an end that was no further on."""
-        return max(0, end - stop) if self.end_aware else 0
+        return tokens_behind(group, end, stop) if self.end_aware else 0
 
     def coded(self, behind: int) -> Provenance:
         """What an object says it is that was coded for so many tokens behind it."""

@@ -79,7 +79,7 @@ def recoded(reader: Reader, item: WriteItem, source: bytes, recoder: Recoder) ->
     if same_root:
         behind = held.behind if isinstance(held, Lossy) else 0
     else:
-        behind = target.behind(end, item.position + item.length)
+        behind = target.behind(group, end, item.position + item.length)
     changed = msgspec.structs.replace(
         header, digest="", key=key.hex(), parent=address_text(item.parent) if item.parent else "",
         content_key=content_key(item.root, tokens.tobytes()).hex(),

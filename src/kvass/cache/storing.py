@@ -119,9 +119,11 @@ class Storing(Tiered):
                     for item, here in zip(theirs, items, strict=True)
                     if not tier.remote or item.length == self.chunk_tokens
                 ]
+                # so the sequence ends, there, with the last that is
+                end = tokens.size // self.chunk_tokens * self.chunk_tokens if tier.remote else tokens.size
                 new = max(1, len(wanted))  # what was here already is, most likely, there too
                 if not self._executor.behind(
-                    tier.name, new, partial(self._copy_down, lane, down, first, target, tokens.size)
+                    tier.name, new, partial(self._copy_down, lane, down, first, target, end)
                 ):
                     metrics.dropped_stores.labels(tier.name, "queue").inc(new)
             else:  # the fastest tier has no room for all of it: straight from the source, then

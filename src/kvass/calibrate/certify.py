@@ -8,8 +8,7 @@ from kvass.calibrate.evaluate import Coder, Losses, Progress, evaluate
 from kvass.calibrate.statistics import mean_interval, share_upper
 from kvass.calibrate.tasks import FactContext
 from kvass.calibrate.texts import Sequenced
-from kvass.codecs.base import Chunk, Codec
-from kvass.codecs.registry import LOSSY, is_end_aware
+from kvass.codecs.base import Chunk, Codec, tokens_behind
 from kvass.container import Array, Encoded, Header
 from kvass.keys import FORMAT_VERSION, Namespace, address, address_text, lossy_namespace
 from kvass.provenance import EXACT, GUARD_TOKENS, Lossy, Provenance
@@ -20,15 +19,21 @@ from kvass.runner import KV, ModelRunner
 def measure(
     runner: ModelRunner, codecs: Mapping[str, Coder], texts: Sequence[Sequenced],
     facts: Sequence[FactContext], progress: Progress = lambda done, total: None,
+    guards: Mapping[str, int] | None = None,
 ) -> list[Measured]:  # fmt: skip
-    """One `Measured` per codec, in order, each under the name that `kvass.codecs.registry` has it by or any
-    other. `texts` and `facts` must not be what the codecs learned from.
+    """One `Measured` per codec, in order. `texts` and `facts` must not be what the codecs learned from;
+    `guards`: see `guarded`.
 
     Raises as `kvass.calibrate.evaluate.evaluate` does.
     """
-    guards = {name: GUARD_TOKENS for name in codecs if name in LOSSY and is_end_aware(name)}
     found = evaluate(runner, codecs, texts, facts, progress, guards)
     return [summed_up(name, losses) for name, losses in found.items()]
+
+
+def guarded(codecs: Mapping[str, Codec]) -> dict[str, int]:
+    """Of the codecs that mind where a sequence ends, how many tokens are computed again where it is left
+    earlier, as the cache does it."""
+    return {name: GUARD_TOKENS for name, one in codecs.items() if one.end_aware}
 
 
 def summed_up(codec: str, losses: Losses) -> Measured:
@@ -65,7 +70,7 @@ def as_stored(codec: Codec, namespace: Namespace, chunk_tokens: int = 256, token
         for start in range(0, tokens, chunk_tokens):
             stop = min(tokens, start + chunk_tokens)
             for number, group in enumerate(namespace.spec.groups):
-                behind = tokens - stop if codec.end_aware else 0
+                behind = tokens_behind(group, tokens, stop) if codec.end_aware else 0
                 chunk = Chunk(group, number, start, stop - start, behind)
                 arrays = {name: array[:, start:stop] for name, array in kv[number].items()}
                 stored = codec.encode(arrays, chunk)

@@ -24,7 +24,8 @@ PART = 256
 """Tokens of a chunk, usually."""
 
 PROBES = 33
-"""Queries of what came after the texts, that stand as far behind a sequence's end as they did there."""
+"""Queries of what came after the texts, that stand as far behind a sequence's end as they did there (where
+there is a window, half of that at most)."""
 
 CLASSES = 13
 """Half octaves of steps."""
@@ -72,18 +73,18 @@ class Fitted(NamedTuple):
     thresholds: Float32
 
 
-def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading], totals: Sequence[float]) -> Fitted:
-    """Learn from texts, each with its `total`."""
+def fit(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading], sizes: Sequence[float]) -> Fitted:
+    """Learn from texts, each with its `importance`."""
     bare = [turned_back(one.k, rope) for one in readings]
     # Behind a window nothing is seen: there, an average over the whole text would tell of nothing stored.
     first = SINKS if group.window is None else -min(PART, group.window)
 
-    def counted(gradients: Sequence[Float32], total: float) -> list[Float32]:
-        return [g[:, first:] / total for g in gradients]
+    def counted(gradients: Sequence[Float32], size: float) -> list[Float32]:
+        return [g[:, first:] / size for g in gradients]
 
-    each = list(zip(readings, totals, strict=True))
-    k_gradients = [counted([turned_back(g, rope) for g in one.k_gradients], total) for one, total in each]
-    v_gradients = [counted(one.v_gradients, total) for one, total in each]
+    each = list(zip(readings, sizes, strict=True))
+    k_gradients = [counted([turned_back(g, rope) for g in one.k_gradients], size) for one, size in each]
+    v_gradients = [counted(one.v_gradients, size) for one, size in each]
     k, v = _basis(bare, k_gradients), _basis([one.v for one in readings], v_gradients)
     probes, offsets = _probes(group, rope, readings)
     weights = [weigh(group, one[:, min(first, 0) :], rope, probes, offsets)[:, first:] for one in bare]
@@ -153,7 +154,7 @@ def _rising(means: Float64, edges: npt.NDArray[np.int64]) -> tuple[Float64, npt.
     return np.array([one for one, _, _ in blocks]), np.array([start for _, _, start in blocks])
 
 
-def total(text: Sequence[Reading]) -> float:
+def importance(text: Sequence[Reading]) -> float:
     """The root of a text's Fisher information, a token, over all layer groups: what is divided by it counts
     as much as any other text's."""
     energy = sum(

@@ -10,6 +10,8 @@ from kvass.runner import ModelRunner
 
 _LESSONS: Final = 4
 _FACTS_EACH = 15
+_SENTENCE_TOKENS = 50
+"""More than a planted sentence takes."""
 
 _NAMES = listed(
     "Agnes, Bruno, Celia, Dorian, Edda, Felix, Gwen, Harald, Ilse, Jasper, Kerstin, Leander, Maud, Nestor, "
@@ -31,18 +33,22 @@ _TRADES = listed("carpenter, surgeon, notary, gardener, miller, tailor, printer,
 
 
 def lessons(texts: Sequence[Text], runner: ModelRunner, tokens: int) -> list[Sequenced]:
-    """Contexts of about `tokens` tokens made of calibration texts, with facts in them that are none of those
-    that `kvass.calibrate.tasks` asks for; each is continued by its facts in another order."""
+    """Contexts of `tokens` tokens at most, made of calibration texts, with facts in them, none of which
+    `kvass.calibrate.tasks` asks for; each is continued by its facts in another order."""
     made = fact_contexts(
         texts, runner, contexts=_LESSONS, facts_each=_FACTS_EACH, context_tokens=tokens, sentences=_sentences
     )
     found = []
     for number, one in enumerate(made):
         draw = random.Random(f"kvass lesson {number}")
+        # the last ones may lie behind what is read
+        there = [
+            branch
+            for fact, branch in zip(one.facts, one.branches, strict=True)
+            if fact.depth * len(one.tokens) < tokens - _SENTENCE_TOKENS
+        ]
         repeated = [
-            token
-            for branch in draw.sample(one.branches, len(one.branches))
-            for token in (*branch.prompt, *branch.answer)
+            token for branch in draw.sample(there, len(there)) for token in (*branch.prompt, *branch.answer)
         ]
         found.append(Sequenced(f"facts {number + 1}", "facts", one.tokens[:tokens], repeated))
     return found

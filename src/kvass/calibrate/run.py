@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvass.calibrate.certify import as_stored, measure
+from kvass.calibrate.certify import as_stored, guarded, measure
 from kvass.calibrate.lessons import lessons
-from kvass.calibrate.tables import READ_TOKENS, make_tables
+from kvass.calibrate.tables import LEARNT_TOKENS, make_tables
 from kvass.calibrate.tasks import fact_contexts
 from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
 from kvass.codecs import registry
@@ -32,15 +32,16 @@ def calibrate(
     """
     runner = TransformersRunner(loaded)
     learnt = calibration_texts(texts)
-    repeating = lessons(learnt, runner, READ_TOKENS)
+    repeating = lessons(learnt, runner, LEARNT_TOKENS)
     probing = Probing(loaded, runner.spec)
     raw = make_tables(runner, probing, namespace, sequenced(learnt, runner), repeating, say)
     keep_calibrated(models_path, namespace, raw, None)
     tables = Tables.parse(raw)
     say("reading held texts, and measuring each codec on them")
     held = held_texts(texts)
-    coders = {name: as_stored(registry.codec(name, tables), namespace) for name in CERTIFIED}
+    codecs = {name: registry.codec(name, tables) for name in CERTIFIED}
+    coders = {name: as_stored(one, namespace) for name, one in codecs.items()}
     facts = fact_contexts(held, runner)
-    measured = measure(runner, coders, sequenced(held, runner), facts, progress)
+    measured = measure(runner, coders, sequenced(held, runner), facts, progress, guarded(codecs))
     certificate = certify(namespace, tables.digest, measured)
     return keep_calibrated(models_path, namespace, raw, certificate), certificate

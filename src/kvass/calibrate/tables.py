@@ -1,4 +1,4 @@
-"""A model's codec tables: learnt from calibration texts, with a step for each level that keeps to its KL."""
+"""A model's codec tables: learnt from calibration texts, with steps for levels by what they cost on these."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvass.calibrate.certify import as_stored
 from kvass.calibrate.evaluate import evaluate
-from kvass.calibrate.fit import Fitted, Reading, fit, total
+from kvass.calibrate.fit import Fitted, Reading, fit, importance
 from kvass.calibrate.ropes import frequencies
 from kvass.calibrate.symbols import (
     count,
@@ -32,7 +32,7 @@ which is to stay well below 0.0005, 0.002 and 0.01; `q4` is bound by the facts t
 _MOST_POSITIONS = 131_072
 
 _PASSES = 3
-READ_TOKENS: Final = 1536
+LEARNT_TOKENS: Final = 1536
 """Of a calibration text, what is learnt from."""
 
 _CONTINUED = 256
@@ -45,18 +45,20 @@ def make_tables(
     runner: ModelRunner, probing: Probing, namespace: Namespace, texts: Sequence[Sequenced],
     repeating: Sequence[Sequenced], say: Say,
 ) -> bytes:  # fmt: skip
-    """The bytes of a tables file for `runner`'s model. `texts`: at least two, for calibration; `repeating`:
-    such whose continuations ask for what stands in them."""
+    """The bytes of a tables file for `runner`'s model. `texts`: one at least, for calibration; `repeating`:
+    such whose continuations ask for what stands in them, which no step is chosen by."""
     ropes = _rope_arrays(runner)
     turning = Tables.parse(write_tables(ropes))
     groups = range(len(runner.spec.groups))
     readings: list[list[Reading]] = [[] for _ in groups]
     read: list[KV] = []
-    shorter = [
-        Sequenced(t.name, t.domain, t.read[:READ_TOKENS], (t.read[READ_TOKENS:] + t.continued)[:_CONTINUED])
-        for t in texts
+    learnt = [
+        Sequenced(
+            t.name, t.domain, t.read[:LEARNT_TOKENS], (t.read[LEARNT_TOKENS:] + t.continued)[:_CONTINUED]
+        )
+        for t in (*texts, *repeating)
     ]
-    for number, one in enumerate(learnt := [*shorter, *repeating]):
+    for number, one in enumerate(learnt):
         say(f"reading {one.name} ({number + 1} of {len(learnt)})")
         kv = runner.prefill(one.read)
         read.append(kv)
@@ -70,8 +72,8 @@ def make_tables(
             )
     say("fitting")
     spec = runner.spec.groups
-    totals = [total(text) for text in zip(*readings, strict=True)]
-    fitted = [fit(spec[group], turning.rope(group), readings[group], totals) for group in groups]
+    sizes = [importance(text) for text in zip(*readings, strict=True)]
+    fitted = [fit(spec[group], turning.rope(group), readings[group], sizes) for group in groups]
     readings.clear()
     guess = _guess(fitted)
     tried = [guess * 2.0**exponent for exponent in range(-4, 3)]
@@ -83,7 +85,9 @@ def make_tables(
     arrays: dict[str, Array] = {**ropes, **symbol_arrays(counts)}
     for group in groups:
         arrays |= group_arrays(group, fitted[group])
-    steps = _steps(runner, namespace, arrays, tried, shorter[:: max(1, len(shorter) // _TUNED_ON)], say)
+    steps = _steps(
+        runner, namespace, arrays, tried, learnt[: len(texts) : max(1, len(texts) // _TUNED_ON)], say
+    )
     for name, step in steps.items():
         arrays |= level_arrays(name, step)
     return write_tables(arrays, {"model": runner.name})

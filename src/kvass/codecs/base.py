@@ -11,8 +11,8 @@ class Chunk(NamedTuple):
     """What a chunk's arrays belong to: the layer group and its number in the spec, the position of the first
     token in its sequence, and how many tokens there are.
 
-    `behind`: how many tokens of its sequence came after it when it was coded; 0, the careful default: it is
-    the end. For encoders that are `end_aware`; decoding never depends on it.
+    `behind`: how many tokens of its sequence came after it when it was coded (see `tokens_behind`); 0, the
+    careful default: it is the end. For encoders that are `end_aware`; decoding never depends on it.
     """
 
     group: LayerGroup
@@ -20,6 +20,15 @@ class Chunk(NamedTuple):
     start: int
     tokens: int
     behind: int = 0
+
+
+def tokens_behind(group: LayerGroup, end: int, stop: int) -> int:
+    """`Chunk.behind` of a chunk up to `stop` of a sequence of `end` tokens.
+
+    In a group with a window each chunk is an end: what the window no longer sees of this sequence is what it
+    sees of a shorter prefix.
+    """
+    return max(0, end - stop) if group.window is None else 0
 
 
 class Codec(Protocol):

@@ -155,9 +155,7 @@ class _Work:
         self._turns = None
         if rope is not None:
             cos, sin = rope.rows(chunk.start, chunk.tokens)
-            # What a window no longer sees may be the end of a shorter prefix: there each chunk is an end.
-            behind = chunk.behind if chunk.group.window is None else 0
-            place = max(0, ORIGIN - behind - chunk.tokens)
+            place = max(0, ORIGIN - chunk.behind - chunk.tokens)
             self._turns = (cos, -sin), rope.rows(place, chunk.tokens)
         self._y = np.empty((chunk.tokens, group.width), np.float32)
         self._weights = np.empty((chunk.tokens, group.heads), np.float32)
