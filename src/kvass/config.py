@@ -75,7 +75,8 @@ class Settings(BaseSettings):
     lossy_max_kl: float = Field(
         default=0.01,
         ge=0,
-        description="Mean KL per token to the exact model, in nats, over which a lossy codec is refused.",
+        description="Mean KL per token to the exact model, in nats, over which a lossy codec is refused; "
+        "also where a prompt leaves a stored text early.",
     )
     lossy_max_facts_lost: float = Field(
         default=0.025,

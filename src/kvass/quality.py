@@ -1,5 +1,6 @@
 """Certificates, which say what an approximation costs in quality, and the gate that asks them."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -69,7 +70,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Budget(NamedTuple):
-    """What an approximation may cost: mean KL per token in nats, and the upper bound of facts lost."""
+    """What an approximation may cost: mean KL per token in nats, also where a prompt leaves a stored text
+    early, and the upper bound of facts lost."""
 
     kl: float = 0.01
     facts_lost: float = 0.025
@@ -131,9 +133,25 @@ def read_certificate(path: Path) -> Certificate:
         ) from error
     if len(raw) > _MAX_CERTIFICATE_BYTES or found.format != CERTIFICATE_FORMAT:
         raise ModelFilesError(f"the certificate {path} is of another format; calibrate the model anew")
+    if not _sound(found.measured):
+        raise ModelFilesError(f"the certificate {path} contradicts itself; calibrate the model anew")
     if found.sealed() != found:
         raise ModelFilesError(f"the certificate {path} was altered or damaged; calibrate the model anew")
     return found
+
+
+def _sound(measured: list[Measured]) -> bool:
+    """Whether figures can be such: also where somebody sealed others, nothing is allowed by them."""
+    for one in measured:
+        costs = (one.bits, one.kl_mean, one.kl_early)
+        if not (
+            all(0 <= cost < math.inf for cost in costs)
+            and 0 <= one.facts_lost <= one.facts_tried
+            and one.facts_lost <= one.facts_tried * one.facts_lost_high
+            and (one.facts_tried or one.facts_lost_high >= 1)
+        ):
+            return False
+    return len({one.codec for one in measured}) == len(measured)
 
 
 def keep_calibrated(
@@ -272,8 +290,10 @@ def _judge(certificate: Certificate, codec: str, budget: Budget) -> Verdict:
         )
     # written so that what is no number is over every budget
     if not (found.kl_mean <= budget.kl and found.kl_early <= budget.kl):
-        most = max(found.kl_mean, found.kl_early)
-        reason = f"{codec} costs {certificate.model} a KL of {most:.4g} a token, over the {budget.kl:g}"
+        early = not found.kl_early <= budget.kl
+        most, where = (found.kl_early, " where a text is left early") if early else (found.kl_mean, "")
+        cost = f"{codec} costs {certificate.model} a KL of {most:.4g} a token{where}"
+        reason = f"{cost}, over the {budget.kl:g}"
         return Verdict(False, f"{reason} that lossy_max_kl or the request allows", "kl")
     if not found.facts_lost_high <= budget.facts_lost:
         reason = f"{codec} may lose {certificate.model} {found.facts_lost_high:.2%} of facts"

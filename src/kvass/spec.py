@@ -1,6 +1,6 @@
 """What one model's KV cache looks like: layer groups, heads, dims, dtype, RoPE, window."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import ml_dtypes
 import msgspec
@@ -31,6 +31,10 @@ def numpy_dtype(name: str) -> np.dtype:
         ) from None
 
 
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+"""Checked where a header is read: nonsense must not become the shape of an array."""
+
+
 class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rotary embedding of one group, enough to un-rotate its keys. `kind` as transformers names it."""
 
@@ -50,12 +54,12 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     kind: GroupKind
-    layers: tuple[int, ...]
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    layers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
     dtype: str
-    window: int | None = None
+    window: Count | None = None
     rope: RopeSpec | None = None
 
     @property

@@ -72,7 +72,7 @@ def test_behind_a_window_each_part_is_an_end_of_its_own() -> None:
     probes = random.normal(size=(1, 1, 8, 4)).astype(np.float32)
     rope = Tables.parse(write_tables(rope_arrays(0, [1.0, 0.1, 0.01, 0.001], 2 * ORIGIN))).rope(0)
     sliding = LayerGroup(
-        kind="attention", layers=(0,), kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=64
+        kind="sliding", layers=(0,), kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32", window=64
     )
     found, seen = (weigh(one, keys, rope, probes, np.zeros((1, 1, 4), np.float32)) for one in (sliding, full))
     np.testing.assert_array_equal(found[:, :256], found[:, 512:])

@@ -15,7 +15,7 @@ from kvass.codecs import transform_kernels as kernels
 from kvass.codecs import transform_plain as twin
 from kvass.codecs.base import Chunk, Codec
 from kvass.codecs.registry import codec
-from kvass.codecs.tables import Tables
+from kvass.codecs.tables import Tables, write_tables
 from kvass.codecs.transform import ORIGIN, Transform
 from kvass.codecs.transform_tables import Calibrated
 from kvass.errors import CorruptObjectError, InputError
@@ -479,3 +479,22 @@ def test_tables_of_another_model_are_corrupt():
     with pytest.raises(CorruptObjectError, match="rotate"):
         coder = Transform(tables_of(SHAPES["small"], **arrays), "q1")
         coder.decode(stored, Chunk(group_of(SHAPES["small"]), 0, 256, 12))
+
+
+@pytest.mark.parametrize("value", [1e30, -3e38])
+def test_what_is_larger_than_levels_reach_is_refused(value: float) -> None:
+    coder, chunk = made("small"), Chunk(group_of(SHAPES["small"]), 0, 256, 8)
+    arrays = kv_like(chunk)
+    arrays["v"][0, 5, 0, :3] = value
+    with pytest.raises(InputError, match="larger than its levels reach"):
+        coder.encode(arrays, chunk)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 1.01])
+def test_cosines_that_are_none_are_refused(value: float) -> None:
+    arrays = dict(arrays_of(SHAPES["small"]))
+    changed = arrays["rope.0.fine.cos"].copy()
+    changed[10, 0] = value
+    tables = Tables.parse(write_tables(arrays | {"rope.0.fine.cos": changed}))
+    with pytest.raises(CorruptObjectError, match="cosines and sines are none"):
+        tables.rope(0)

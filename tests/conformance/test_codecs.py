@@ -87,7 +87,6 @@ def test_who_cares_for_a_sequences_end_is_known_of_all(monkeypatch: pytest.Monke
     points = [Point("near", Halved), Point("ending", Ending), Point("broken", ImportError)]
     monkeypatch.setattr(registry, "entry_points", lambda **_: points)
     for name, line in registry._BUILT_IN.items():
-        pytest.importorskip("numba")
         assert registry._imported(name, line.module).__dict__[line.made_as].end_aware == is_end_aware(name)
     monkeypatch.setattr(registry, "import_module", broken)
     assert [is_end_aware(name) for name in ("raw", "int8", "kivi2", "q1", "q4")] == [False] * 3 + [True] * 2

@@ -22,6 +22,8 @@ from kvass.cache import KVCache
 from kvass.config import Settings
 from kvass.tiers import breaker
 
+pytestmark = pytest.mark.alone
+
 SPACE = namespace(BIG)
 TEXT = 8 * CHUNK
 EXISTS_SECONDS, LOAD_SECONDS, SLACK = 0.2, 1.0, 0.6

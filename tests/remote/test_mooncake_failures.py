@@ -138,6 +138,7 @@ def test_a_name_can_be_written_after_the_master_restarted_during_its_write(
         store.close()
 
 
+@pytest.mark.alone
 def test_a_master_that_comes_later_is_found(tmp_path: Path) -> None:
     late = MooncakeMaster(tmp_path)
     store = late.store(mooncake_bytes=64 << 20)

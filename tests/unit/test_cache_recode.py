@@ -149,9 +149,9 @@ def test_killed_at_any_point_all_is_whole_and_the_next_run_goes_on(shm, space, g
                 done += super().write([item], run)
             return done
 
-        def delete(self, addresses):
+        def delete_leaves(self, addresses):
             self.step()
-            return super().delete(addresses)
+            return super().delete_leaves(addresses)
 
         def replace(self, item) -> bool:
             self.step()

@@ -246,6 +246,7 @@ def test_staging_gives_what_can_be_promised(make: MakeCache, far: FaultyStore) -
     assert other.check(match).length == 10 * CHUNK
 
 
+@pytest.mark.alone
 def test_staging_that_has_no_time_gives_what_is_here(make: MakeCache, far: FaultyStore) -> None:
     text = prompt(1, 10 * CHUNK)
     store(make(), text)

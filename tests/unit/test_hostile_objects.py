@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -24,6 +25,7 @@ from kvass.cache import KVCache, Pool
 from kvass.chunks import MAX_TOKEN_ID, Tokens
 from kvass.container import MAX_HEADER_BYTES, read_header
 from kvass.keys import address, address_text, content_key
+from kvass.spec import KVSpec
 from kvass.tiers.directory import DirectoryTier
 from kvass.tiers.files import charge, open_object
 
@@ -884,3 +886,13 @@ def _make_anew(path: Path) -> None:
         for tokens in (TEXT, OTHER, BRANCH):
             assert load(cache, tokens, SPACE) == tokens.size
         again.assert_usage_is_right()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 24, 1 << 70, 1.5, True])
+@pytest.mark.parametrize("field", ["kv_heads", "head_dim", "v_head_dim", "window"])
+def test_a_spec_of_nonsense_is_no_spec(field: str, value: object) -> None:
+    """Shapes are made of it, by whoever looks at the object."""
+    group = msgspec.to_builtins(SPACE.spec.groups[0]) | {field: value}
+    for groups in ([group], [group | {field: 1, "layers": []}]):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(msgspec.json.encode({"groups": groups}), type=KVSpec)

@@ -152,3 +152,23 @@ def test_files_are_looked_at_again_after_a_while_only(tmp_path, monkeypatch: pyt
     (calibrated_folder(tmp_path, SPACE) / "certificate.json").unlink()
     clock.now += 10
     assert not gate.verdict(SPACE, LOSSY).allowed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_mean": -1e9}, {"kl_early": -1.0}, {"bits": -1.0}, {"facts_lost_high": -5.0},
+        {"facts_tried": -3, "facts_lost": 7}, {"facts_lost": 401}, {"facts_lost": 400},
+        {"facts_tried": 0, "facts_lost": 0, "facts_lost_high": 0.0},
+    ],
+)  # fmt: skip
+def test_a_certificate_that_contradicts_itself_is_refused(tmp_path, changes) -> None:
+    calibrate(tmp_path, SPACE, [measured(**changes)])
+    found = verdict(tmp_path)
+    assert (found.allowed, found.kind) == (False, "unreadable")
+    assert "contradicts itself" in found.reason
+
+
+def test_a_certificate_with_two_figures_for_a_codec_is_refused(tmp_path) -> None:
+    calibrate(tmp_path, SPACE, [measured(), measured(kl_mean=9.0)])
+    assert verdict(tmp_path).kind == "unreadable"

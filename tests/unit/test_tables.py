@@ -1,9 +1,13 @@
 """Tables: one safetensors file, known by its digest; rotations put together from stored cosines and sines."""
 
+import os
+
+import numba
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from kvass.codecs.kernel import kernel
 from kvass.codecs.tables import Tables, rope_arrays, write_tables
 from kvass.errors import CorruptObjectError, InputError, ModelFilesError
 
@@ -80,3 +84,25 @@ def test_rotations_that_do_not_fit_are_corrupt() -> None:
                 harmed[name] = bad
             with pytest.raises(CorruptObjectError):
                 Tables.parse(write_tables(harmed)).rope(0)
+
+
+def test_what_is_no_file_is_refused_and_waits_for_nobody(tmp_path) -> None:
+    os.mkfifo(tmp_path / "tables.safetensors")
+    with pytest.raises(ModelFilesError, match="is no file"):
+        Tables.load(tmp_path / "tables.safetensors")
+
+
+def test_kernels_work_where_nothing_may_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose folders are all read-only."""
+    compiled = numba.njit
+
+    def njit(*functions, **options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'double': no locator available")
+        return compiled(*functions, **options)
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert kernel(double)(21) == 42

@@ -1,7 +1,7 @@
 """Recoding what a tier holds: `KVCache.recode`, behind `kvass recode`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from kvass.cache.blobs import NO_BLOB
 from kvass.cache.coding import Recoder, Target
@@ -11,22 +11,13 @@ from kvass.cache.reading import Reading
 from kvass.cache.recoding import recoded_of, write_encoded
 from kvass.chunks import as_tokens
 from kvass.codecs.registry import is_lossless
-from kvass.container import Blob, Header, read_header
+from kvass.container import Blob, Header, read_header, verify
 from kvass.errors import ConfigError, InputError, UnsupportedModelError
 from kvass.keys import KEY_BYTES, Namespace, next_key
-from kvass.provenance import codec_of_class
-from kvass.tiers.base import Entry, Tier, WriteItem
+from kvass.provenance import Lossy, codec_of_class
+from kvass.tiers.base import Entry, Pruning, Replacing, Tier, WriteItem
 
 _FAILURES = (*FAILURES, InputError, UnsupportedModelError)
-
-
-@runtime_checkable
-class Replacing(Protocol):
-    """A tier that can replace what it holds."""
-
-    def replace(self, item: WriteItem) -> bool:
-        """Write an object in place of the one at its address, at once: whoever opens it gets one of both,
-        whole. Parent, children and pin stay. False, and nothing changed, where there is none or no room."""
 
 
 class RecodeCounts(NamedTuple):
@@ -188,13 +179,27 @@ class Converting(Reading):
                 sizes[at[item.address]] = blob.size
             return blob
 
+        def whole(item: WriteItem) -> bool:
+            return self._stands_in(lane, item, target, ends[at[item.address]])
+
+        def again(item: WriteItem) -> None:
+            blob = make(item) if isinstance(lane, Replacing) else None
+            if blob is not None and isinstance(lane, Replacing):
+                lane.replace(item._replace(blob=blob))
+
+        run = self._executor.background_io_map
         try:
             there = lane.contains([item.address for item in items])
             lacking = [item for item, ok in zip(items, there, strict=True) if not ok]
+            held = [item for item, ok in zip(items, there, strict=True) if ok]
+            done = {item.address for item, ok in zip(held, run(whole, held), strict=True) if ok}
+            # of other tables, damaged, or coded for an end further on
+            list(run(again, [item for item in held if item.address not in done]))
             each = [group.bytes_per_token for group in target.namespace.spec.groups]
-            write_encoded(lane, lacking, make, each, self._executor.background_io_map)
-            there = lane.contains([item.address for item in items])
-            lowered = {at[item.address] for item, ok in zip(items, there, strict=True) if ok}
+            write_encoded(lane, lacking, make, each, run)
+            new = [item for item in items if item.address not in done]
+            done |= {item.address for item, ok in zip(new, run(whole, new), strict=True) if ok}
+            lowered = {at[one] for one in done}
             self._take_out(tier, family, chosen, lowered)
         except FAILURES as error:
             self._failed(tier, "recode", error)
@@ -206,6 +211,25 @@ class Converting(Reading):
             else:
                 counts = counts.plus(failed=1)
         return counts
+
+    def _stands_in(self, lane: Tier, item: WriteItem, target: Target, end: int) -> bool:
+        """Whether an object can stand in for the exact one that is to go: read, whole, decoded by today's
+        tables, and coded for no end further on than its text has."""
+        try:
+            with lane.open(item.address) as reader:
+                parsed = read_header(reader)
+                header, done = parsed.header, target.provenance
+                if not (isinstance(header.provenance, Lossy) and isinstance(done, Lossy)):
+                    return False
+                group = target.namespace.spec.groups[header.group]
+                behind = target.behind(group, end, item.position + item.length)
+                if header.provenance.tables != done.tables or header.provenance.behind > behind:
+                    return False
+                self._coding.decoder(header)
+                verify(reader, parsed)
+                return True
+        except (KeyError, *_FAILURES):
+            return False
 
     @staticmethod
     def _take_out(tier: Tier, family: list[Entry], chosen: list[Entry], lowered: set[bytes]) -> None:
@@ -219,12 +243,13 @@ class Converting(Reading):
                 children.setdefault(entry.parent[:KEY_BYTES], set()).add(key)
         gone = lowered & {entry.address for entry in chosen}
         deleted: set[bytes] = set()
+        delete = tier.delete_leaves if isinstance(tier, Pruning) else tier.delete
         for entry in reversed(family):
             key = entry.address[:KEY_BYTES]
             if key in deleted or not parts[key] <= gone or not children.get(key, set()) <= deleted:
                 continue
-            tier.delete(sorted(parts[key]))
-            deleted.add(key)
+            if delete(sorted(parts[key])):
+                deleted.add(key)
 
 
 def _families(entries: Iterable[Entry]) -> list[list[Entry]]:

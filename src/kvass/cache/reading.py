@@ -106,7 +106,7 @@ class Reading(Looking):
 
     def _after_load(self, match: Match, result: LoadResult) -> None:
         """Note the use, and bring what came from a slower tier up; with what was given up, for without it
-        the next load could not tell where the sequence ends."""
+        the next load could not tell where the sequence ends. Where nothing is left, nothing was of use."""
         if not result.tokens:
             return
         read = result.tokens + result.given_up

@@ -87,7 +87,10 @@ def recoded(reader: Reader, item: WriteItem, source: bytes, recoder: Recoder) ->
         codec=[target.coder.step()], provenance=held if same_root else target.coded(behind),
         digests={},
     )  # fmt: skip
-    return Encoded(changed, target.coder.encode(arrays, chunk._replace(behind=behind)))
+    try:
+        return Encoded(changed, target.coder.encode(arrays, chunk._replace(behind=behind)))
+    except CorruptObjectError as error:  # not what was read: the tables do not fit
+        raise InputError(f"{target.coder.name} cannot code this object: {error}") from error
 
 
 def recoded_of(source: Tier, item: WriteItem, one: bytes, recoder: Recoder, failed: Failed) -> Encoded | None:

@@ -27,4 +27,7 @@ def kernel(function: F) -> F:
     """
     # numba's cache looks at a function's own file alone, but what it calls is compiled into it
     function.__qualname__ = f"{function.__qualname__}_{_REVISION}"
-    return cast(F, numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function))
+    try:
+        return cast(F, numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function))
+    except RuntimeError:  # there is no folder that it may write to: each process compiles anew
+        return cast(F, numba.njit(nogil=True, fastmath=False, error_model="numpy")(function))

@@ -1,5 +1,6 @@
 """What was calibrated for one model: named arrays in one safetensors file, known by its digest."""
 
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_UNIT = np.float32(1.0001)
+"""What no cosine is beyond, however it was rounded."""
+
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_TABLES_BYTES)]
 
 
@@ -51,6 +55,10 @@ class Rope:
             and coarse[0].shape == coarse[1].shape
         ):
             raise CorruptObjectError("the tables' cosines and sines do not fit each other")
+        if not all(
+            (np.abs(part) <= _UNIT).all() for part in (*fine, *coarse)
+        ):  # nor where they are no numbers
+            raise CorruptObjectError("the tables' cosines and sines are none")
         self._fine, self._coarse = fine, coarse
         self.rotary_dim = 2 * fine[0].shape[1]
         self.positions = FINE * len(coarse[0])
@@ -107,8 +115,11 @@ class Tables:
     def load(cls, path: Path) -> "Tables":
         """Read a file of `write_tables`. Raises ModelFilesError where it is not there or not sound."""
         try:
-            if path.stat().st_size > MAX_TABLES_BYTES:
-                raise ModelFilesError(f"{path} is larger than any tables are; calibrate the model anew")
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_TABLES_BYTES:
+                raise ModelFilesError(
+                    f"{path} is no file, or larger than any tables are; calibrate the model anew"
+                )
             raw = path.read_bytes()
         except OSError as error:
             raise ModelFilesError(f"cannot read the tables {path}: {error}; calibrate the model") from error

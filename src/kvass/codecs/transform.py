@@ -191,7 +191,10 @@ class _Work:
             y, group.split, self._classes, group.base[layer], group.shifts, group.inverse_steps,
             group.rounding, self._contexts, self._symbols, self._escapes,
         )  # fmt: skip
-        return self._escapes[:count].copy()
+        escapes = self._escapes[:count].copy()
+        if not np.isfinite(y).all() or (np.abs(escapes) >= kernels.LARGEST).any():
+            raise InputError("keys or values are larger than its levels reach; only exact codecs keep such")
+        return escapes
 
 
 class Stream:

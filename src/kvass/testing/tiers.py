@@ -15,7 +15,7 @@ from kvass.container import Blob, Buffer
 from kvass.errors import TierUnavailableError
 from kvass.keys import address, next_key
 from kvass.testing.clock import ManualClock
-from kvass.tiers.base import Tier, WriteItem
+from kvass.tiers.base import Pruning, Tier, WriteItem
 from kvass.tiers.memory import BytesBlob
 
 ROOT = bytes(range(32))
@@ -257,6 +257,22 @@ class TierConformance:
             before = tier.usage().bytes
             tier.delete([items[0].address])
             assert before - tier.usage().bytes > 5 * self.payload
+
+    def test_only_leaves_that_are_not_pinned_go_where_leaves_are_meant(self, tier: Tier) -> None:
+        if not isinstance(tier, Pruning):
+            assert tier.remote  # keeps no tree
+            return
+        items = self._chain(3)
+        assert tier.write(items) == [True] * 3
+        first, second, third = (item.address for item in items)
+        assert tier.delete_leaves([first, second]) == 0
+        tier.pin([third], 1e12)
+        assert tier.delete_leaves([third]) == 0
+        assert tier.contains([first, second, third]) == [True] * 3
+        tier.pin([third], 0.0)
+        assert tier.delete_leaves([third]) == 1
+        assert tier.delete_leaves([third]) == 0
+        assert tier.contains([first, second, third]) == [True, True, False]
 
     def test_delete_of_what_is_not_there_is_nothing(self, tier: Tier) -> None:
         assert tier.delete([self._chain(1)[0].address]) == 0

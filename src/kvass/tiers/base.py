@@ -7,7 +7,7 @@ bytes that it knows to be doubtful, but it does not verify them either: whoever 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvass.chunks import Tokens
 from kvass.container import Blob, Reader
@@ -162,3 +162,21 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. Afterwards every call raises TierUnavailableError."""
+
+
+@runtime_checkable
+class Replacing(Protocol):
+    """A tier that can replace what it holds."""
+
+    def replace(self, item: WriteItem) -> bool:
+        """Write an object in place of the one at its address, at once: whoever opens it gets one of both,
+        whole. Parent, children and pin stay. False, and nothing changed, where there is none or no room."""
+
+
+@runtime_checkable
+class Pruning(Protocol):
+    """A tier that keeps a tree, and can take objects out of it that nothing depends on."""
+
+    def delete_leaves(self, addresses: Sequence[bytes]) -> int:
+        """Delete objects with every part, but none that is pinned or has something stored behind it, by
+        anybody, up to this moment; how many went."""

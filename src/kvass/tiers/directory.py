@@ -470,6 +470,11 @@ class DirectoryTier(Tier):
         with self._changing():
             return self._remover.delete(self._live(), addresses)
 
+    def delete_leaves(self, addresses: Sequence[bytes]) -> int:
+        """See `kvass.tiers.base.Pruning`."""
+        with self._changing():
+            return self._remover.delete_leaves(self._live(), addresses)
+
     def quarantine(self, address: bytes) -> None:
         with self._changing():
             self._remover.quarantine(self._live(), address)

@@ -258,6 +258,17 @@ class MemoryTier(Tier):
             self._open_or_raise()
             return sum(self._drop(one) for one in addresses if one in self._objects)
 
+    def delete_leaves(self, addresses: Sequence[bytes]) -> int:
+        """See `kvass.tiers.base.Pruning`."""
+        with self._lock:
+            self._open_or_raise()
+            now, gone = self._clock(), 0
+            for one in addresses:
+                parts = [self._objects[part] for part in self._parts.get(one[:KEY_BYTES], ())]
+                if parts and not any(held.children or held.pinned_until > now for held in parts):
+                    gone += self._drop(one)
+            return gone
+
     def quarantine(self, address: bytes) -> None:
         with self._lock:
             self._open_or_raise()

@@ -121,6 +121,16 @@ class Remover:
                 break
         return gone
 
+    def delete_leaves(self, index: Index, addresses: Sequence[bytes]) -> int:
+        """Delete objects with every part, but none that is pinned or has something stored behind it."""
+        keys, gone = sorted({one[:KEY_BYTES] for one in addresses}), 0
+        for start in range(0, len(keys), _UNLINKS):
+            with index.write() as txn:
+                for key in keys[start : start + _UNLINKS]:
+                    if all(record.pinned_until <= self._clock() for _, record in index.parts(txn, key)):
+                        gone += self.drop_key(index, txn, key)
+        return gone
+
     def quarantine(self, index: Index, one: bytes) -> None:
         """Move an object's file out of sight, if there is room for it, and delete what is behind it."""
         self.note_missing([one])
