@@ -15,6 +15,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Workers have them from readline; a console that finds both takes no other width, whatever a test sets.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # Tests that are started in the background may find it ignored, and what they start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
