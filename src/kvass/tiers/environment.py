@@ -39,6 +39,12 @@ _DAMAGE = (
 cannot be unpacked. A full tmpfs shows as a plain lmdb.Error."""
 
 
+_STANDS_STILL = "a process that stands still holds the lock of the index in {}"
+
+_late: dict[Path, threading.Thread] = {}
+"""Openings that were given up, by folder, and still wait for the lock."""
+
+
 class IndexDamagedError(TierUnavailableError):
     """The index's files are no sound LMDB database: `destroy` them and rebuild."""
 
@@ -65,6 +71,12 @@ class Environment:
         self._failure: Exception | None = None
         self.broken = False
         self.damaged = False
+        late = _late.get(folder)
+        if late is not None:  # it has the environment open until it has the lock, and a process only once
+            late.join(_OPEN_SECONDS)
+            if late.is_alive():
+                raise TierUnavailableError(_STANDS_STILL.format(folder))
+            del _late[folder]
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             _check_data_file(self._data)
@@ -91,9 +103,8 @@ class Environment:
                     f"cannot open the index in {folder}: {self._failure}"
                 ) from self._failure
             if self.broken:
-                raise TierUnavailableError(
-                    f"a process that stands still holds the lock of the index in {folder}"
-                )
+                _late[folder] = opening
+                raise TierUnavailableError(_STANDS_STILL.format(folder))
 
     def _open_databases(self) -> None:
         """On a thread of its own, since naming databases takes the writers' lock. Closes when too late."""
