@@ -73,13 +73,13 @@ def evaluate(
     for text in texts:
         kv = runner.prefill(text.read)
         reference = _reference(runner.continue_over(kv, text.continued), text.continued)
-        early = _early(runner, kv, text, 0) if guards else None
+        early = _reference(_early(runner, kv, text, 0), text.continued) if guards else None
         step()
         for name, coder in coders.items():
             decoded = _on_text(found[name], runner, coder, kv, text, reference)
             if early is not None and name in guards:
                 other = _early(runner, decoded, text, guards[name])
-                found[name].early.append(float(_divergences(np.exp(early), early, other).mean()))
+                found[name].early.append(float(_divergences(early.probabilities, early.log, other).mean()))
             step()
     for context in facts:
         kv = runner.prefill(context.tokens)

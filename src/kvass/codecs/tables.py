@@ -55,9 +55,8 @@ class Rope:
             and coarse[0].shape == coarse[1].shape
         ):
             raise CorruptObjectError("the tables' cosines and sines do not fit each other")
-        if not all(
-            (np.abs(part) <= _UNIT).all() for part in (*fine, *coarse)
-        ):  # nor where they are no numbers
+        # written so that what is no number is beyond it too
+        if not all((np.abs(part) <= _UNIT).all() for part in (*fine, *coarse)):
             raise CorruptObjectError("the tables' cosines and sines are none")
         self._fine, self._coarse = fine, coarse
         self.rotary_dim = 2 * fine[0].shape[1]
