@@ -23,9 +23,9 @@ Float64 = npt.NDArray[np.float64]
 PART = 256
 """Tokens of a chunk, usually."""
 
-PROBES = 33
-"""Queries of what came after the texts, that stand as far behind a sequence's end as they did there (where
-there is a window, half of that at most)."""
+PROBES = 96
+"""Queries of what came after the texts, of each KV head's query heads in turn, that stand as far behind a
+sequence's end as they did there (where there is a window, half of that at most)."""
 
 CLASSES = 13
 """Half octaves of steps."""
@@ -200,40 +200,34 @@ def _probes(group: LayerGroup, rope: Rope | None, readings: Sequence[Reading]) -
     queries, places = [], []
     for number, one in enumerate(readings):  # in turn, so that each text has some near the end and some far
         mine = np.arange(number, PROBES, len(readings)) * one.queries.shape[1] // PROBES
-        queries.append(one.queries[:, mine])
+        which = (number + np.arange(len(mine))) % one.queries.shape[3]
+        queries.append(one.queries[:, mine, :, which].swapaxes(0, 1))
         places.append(mine)
-    chosen = np.concatenate(queries, axis=1)  # [layers, probes, heads, queries, dim]
+    chosen = np.concatenate(queries, axis=1)  # [layers, probes, heads, dim]
     distances = np.concatenate(places)
     if group.window is not None:  # further behind, a query sees too little of a text to be compared
         distances = distances % max(1, group.window // 2)
-    at_origin = _placed(chosen, rope, ORIGIN + distances)
-    layers, count, heads, each, dim = at_origin.shape
-    sums = np.zeros(at_origin.shape[:-1])
+    probes = _placed(chosen, rope, ORIGIN + distances).transpose(0, 2, 3, 1)
+    offsets = np.zeros((probes.shape[0], probes.shape[1], probes.shape[3]))
     for one in readings:
         tokens = one.k.shape[1]
-        placed = _placed(chosen, rope, tokens + distances)
-        rows = placed.transpose(0, 2, 1, 3, 4).reshape(layers, heads, count * each, dim)
-        scores = rows @ one.k.transpose(0, 2, 3, 1)
-        scores = scores.reshape(layers, heads, count, each, tokens).swapaxes(1, 2)
+        rows = _placed(chosen, rope, tokens + distances).swapaxes(1, 2)
+        scores = rows @ one.k.transpose(0, 2, 3, 1)  # [layers, heads, probes, tokens]
         if group.window is not None:
             gone = tokens + distances[:, None] - np.arange(tokens) >= group.window
-            scores = np.where(gone[None, :, None, None], -np.inf, scores)
+            scores = np.where(gone, -np.inf, scores)
         peak = scores.max(axis=-1, keepdims=True)
-        sums += (np.log(np.exp(scores - peak).sum(axis=-1)) + peak[..., 0]) / len(readings)
-    probes = at_origin.transpose(0, 2, 4, 1, 3).reshape(layers, heads, dim, count * each)
-    offsets = sums.transpose(0, 2, 1, 3).reshape(layers, heads, count * each)
+        offsets += (np.log(np.exp(scores - peak).sum(axis=-1)) + peak[..., 0]) / len(readings)
     scale = np.float32(_TO_POWER_OF_TWO)
     return np.ascontiguousarray(probes * scale, np.float32), np.ascontiguousarray(offsets * scale, np.float32)
 
 
 def _placed(queries: Float32, rope: Rope | None, positions: npt.NDArray[np.int64]) -> Float32:
-    """Queries `[layers, n, heads, queries, dim]`, each turned to its position."""
+    """Queries `[layers, n, heads, dim]`, each turned to its position."""
     if rope is None:
         return queries
-    layers, count, heads, each, dim = queries.shape
-    flat = queries.reshape(layers, count, heads * each, dim)
     turned: list[Array] = [
-        rope.rotate(np.ascontiguousarray(flat[:, i : i + 1]), int(position))
+        rope.rotate(np.ascontiguousarray(queries[:, i : i + 1]), int(position))
         for i, position in enumerate(positions)
     ]
-    return np.concatenate(turned, axis=1).reshape(queries.shape).astype(np.float32)
+    return np.concatenate(turned, axis=1).astype(np.float32)

@@ -65,6 +65,39 @@ def _add_product(
 
 
 @kernel
+def _add_dense_product(
+    factors: Float32, factor: int, pitch: int, matrix: Float32, place: int, height: int, width: int,
+    sums: Float32, to: int, step: int, tokens: int,
+) -> None:  # fmt: skip
+    """What `_add_product` does, where few factors are zero: these cost as much as others, but two tokens
+    share what is read of the matrix."""
+    wide = width - width % lanes.WIDE
+    narrow = width - width % lanes.NARROW
+    for first in range(0, height, lanes.FACTORS):
+        count = min(lanes.FACTORS, height - first)
+        row = place + first * width
+        for j in range(0, wide, lanes.WIDE):
+            for token in range(0, tokens, 2):
+                at, end = factor + token * pitch + first, to + token * step + j
+                other = 1 if token + 1 < tokens else 0  # one that is left over is its own pair
+                lanes.add_pair_wide(
+                    factors, matrix, sums, count, at, other * pitch, row + j, width, end, other * step
+                )
+        for j in range(wide, narrow, lanes.NARROW):
+            for token in range(0, tokens, 2):
+                at, end = factor + token * pitch + first, to + token * step + j
+                other = 1 if token + 1 < tokens else 0
+                lanes.add_pair_narrow(
+                    factors, matrix, sums, count, at, other * pitch, row + j, width, end, other * step
+                )
+        for token in range(tokens if narrow < width else 0):
+            for i in range(count):
+                value = factors[factor + token * pitch + first + i]
+                for j in range(narrow, width):
+                    sums[to + token * step + j] += value * matrix[row + i * width + j]
+
+
+@kernel
 def transformed(x: Float32, mean: Float32, matrix: Float32, first: int, y: Float32) -> None:
     """`y = (x - mean) @ matrix` block by block, into columns of `y` from `first` on; `x` loses its mean.
 
@@ -79,7 +112,7 @@ def transformed(x: Float32, mean: Float32, matrix: Float32, first: int, y: Float
     values, flat, to = x.reshape(-1), matrix.reshape(-1), y.reshape(-1)
     for block in range(0, n, width):
         place, column = block * width, first + block
-        _add_product(values, block, n, flat, place, width, width, to, column, y.shape[1], tokens)
+        _add_dense_product(values, block, n, flat, place, width, width, to, column, y.shape[1], tokens)
 
 
 @kernel
@@ -149,7 +182,7 @@ def importance(keys: Float32, probes: Float32, offsets: Float32, weights: Float3
             for p in range(count):
                 score[token, p] = -offsets[head, p]
         place = head * dim * count
-        _add_product(
+        _add_dense_product(
             flat, head * dim, heads * dim, lines, place, dim, count, score.reshape(-1), 0, count, tokens
         )
         for token in range(tokens):

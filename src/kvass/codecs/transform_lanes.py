@@ -71,7 +71,6 @@ def _generate_add(context: Any, builder: Any, signature: Any, arguments: Sequenc
     *arrays, mask, factor, place, stride, to = arguments
     factors, matrix, sums = lanes.pointers(context, builder, signature.args[:3], arrays)
     floats = ir.VectorType(F32, width)
-    undefined = ir.Constant(floats, ir.Undefined)
     zero, one = ir.Constant(I64, 0), ir.Constant(I64, 1)
     left, total = cgutils.alloca_once_value(builder, mask), cgutils.alloca_once(builder, floats)
     builder.store(lanes.load(builder, sums, to, F32, width), total)
@@ -84,11 +83,68 @@ def _generate_add(context: Any, builder: Any, signature: Any, arguments: Sequenc
     i = builder.cttz(some, ir.Constant(lanes.BIT, 1))
     builder.store(builder.and_(some, builder.sub(some, one)), left)
     value = builder.load(builder.gep(factors, [builder.add(factor, i)]))
-    value = builder.insert_element(undefined, value, ir.Constant(I32, 0))
-    value = builder.shuffle_vector(value, undefined, lanes.splat(I32, 0, width))
     row = lanes.load(builder, matrix, builder.add(place, builder.mul(i, stride)), F32, width)
-    builder.store(builder.fadd(builder.load(total), builder.fmul(value, row)), total)
+    product = builder.fmul(_repeated(builder, value, width), row)
+    builder.store(builder.fadd(builder.load(total), product), total)
     builder.branch(test)
     builder.position_at_end(end)
     lanes.store(builder, builder.load(total), sums, to)
     return context.get_dummy_value()
+
+
+def _adding_pair(width: int) -> Callable[..., Any]:
+    def add_pair(
+        context: Any,
+        factors: Any,
+        matrix: Any,
+        sums: Any,
+        count: Any,
+        factor: Any,
+        pitch: Any,
+        place: Any,
+        stride: Any,
+        to: Any,
+        step: Any,
+    ) -> tuple[Any, Callable[..., Any]] | None:
+        """Add to `sums` `to` .. `to + width - 1`, for every i below `count` in turn, the numbers of `matrix`
+        from `place + i * stride` on, each times `factors[factor + i]`; and the same `step` further on in
+        sums, of factors `pitch` further on."""
+        arrays = (factors, matrix, sums)
+        if not lanes.are_flat(arrays, (types.float32,) * 3):
+            return None
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            return _generate_pair(context, builder, signature, arguments, width)
+
+        return types.void(*arrays, *[types.int64] * 7), generate
+
+    return add_pair
+
+
+add_pair_wide, add_pair_narrow = intrinsic(_adding_pair(WIDE)), intrinsic(_adding_pair(NARROW))
+
+
+def _generate_pair(context: Any, builder: Any, signature: Any, arguments: Sequence[Any], width: int) -> Any:
+    *arrays, count, factor, pitch, place, stride, to, step = arguments
+    factors, matrix, sums = lanes.pointers(context, builder, signature.args[:3], arrays)
+    begins, ends = (factor, builder.add(factor, pitch)), (to, builder.add(to, step))
+    totals = [cgutils.alloca_once(builder, ir.VectorType(F32, width)) for _ in ends]
+    for total, end in zip(totals, ends, strict=True):
+        builder.store(lanes.load(builder, sums, end, F32, width), total)
+    with cgutils.for_range(builder, count) as loop:
+        i = loop.index
+        row = lanes.load(builder, matrix, builder.add(place, builder.mul(i, stride)), F32, width)
+        for total, begin in zip(totals, begins, strict=True):
+            value = builder.load(builder.gep(factors, [builder.add(begin, i)]))
+            product = builder.fmul(_repeated(builder, value, width), row)
+            builder.store(builder.fadd(builder.load(total), product), total)
+    for total, end in zip(totals, ends, strict=True):
+        lanes.store(builder, builder.load(total), sums, end)
+    return context.get_dummy_value()
+
+
+def _repeated(builder: Any, value: Any, width: int) -> Any:
+    """A vector of one value."""
+    undefined = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, lanes.splat(I32, 0, width))

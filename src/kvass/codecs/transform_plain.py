@@ -11,28 +11,29 @@ from kvass.codecs.transform_kernels import ESCAPE, LARGEST, MOST, Int16, Int32
 _NEAR = np.array([0.0136, 0.0520, 0.2414, 0.6930, 1], np.float32)
 
 
-def _add_product(sums: Float32, factors: Float32, matrix: Float32) -> None:
+def _add_product(sums: Float32, factors: Float32, matrix: Float32, *, sparse: bool) -> None:
+    """`sparse`: a factor of zero is not added, which would make 0 of -0."""
     for i in range(len(matrix)):
         factor = factors[:, i, None]
-        np.copyto(sums, sums + factor * matrix[i], where=factor != 0)
+        np.copyto(sums, sums + factor * matrix[i], where=factor != 0 if sparse else True)
 
 
-def _by_block(start: Float32, factors: Float32, matrix: Float32) -> Float32:
+def _by_block(start: Float32, factors: Float32, matrix: Float32, *, sparse: bool) -> Float32:
     found, width = start.copy(), matrix.shape[1]
     for number, block in enumerate(matrix):
         columns = slice(number * width, (number + 1) * width)
-        _add_product(found[:, columns], factors[:, columns], block)
+        _add_product(found[:, columns], factors[:, columns], block, sparse=sparse)
     return found
 
 
 def transformed(x: Float32, mean: Float32, matrix: Float32) -> Float32:
     """`(x - mean) @ matrix` block by block: x `[tokens, n]`, matrix `[blocks, n / blocks, n / blocks]`."""
-    return _by_block(np.zeros_like(x), x - mean, matrix)
+    return _by_block(np.zeros_like(x), x - mean, matrix, sparse=False)
 
 
 def restored(y: Float32, mean: Float32, matrix: Float32) -> Float32:
     """`mean + y @ matrix` block by block."""
-    return _by_block(np.tile(mean, (len(y), 1)), y, matrix)
+    return _by_block(np.tile(mean, (len(y), 1)), y, matrix, sparse=True)
 
 
 def _power_of_two(exponents: Float32) -> Float32:
@@ -51,7 +52,7 @@ def importance(keys: Float32, probes: Float32, offsets: Float32) -> Float32:
     weights = np.empty((tokens, heads), np.float32)
     for head in range(heads):
         score = np.tile(-offsets[head], (tokens, 1))
-        _add_product(score, keys[:, head], probes[head])
+        _add_product(score, keys[:, head], probes[head], sparse=False)
         row = _power_of_two(score)
         while row.shape[1] > 1:
             half = (row.shape[1] + 1) // 2
