@@ -14,11 +14,46 @@ KV = Sequence[Mapping[str, Array]]
 `[layers, tokens, kv_heads, head_dim]` and `v` `[layers, tokens, kv_heads, v_head_dim]`, in its dtype."""
 
 
+Positions = Sequence[int] | npt.NDArray[np.int64]
+"""Places of tokens in a prompt."""
+
+
 class Branch(NamedTuple):
     """One way to go on after a sequence: tokens that are given, then tokens that are judged."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
+
+
+class Workspace(Protocol):
+    """KV of one prompt, being put together: written by whoever loads it, and by the model row by row."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """What the KV looks like, in the dtype that it is computed in."""
+
+    def arrays(self, group: int, start: int, stop: int) -> Mapping[str, Array]:
+        """Views of `k` (after RoPE) and `v` of tokens `start` to `stop`, `[layers, tokens, heads, dim]`.
+
+        Raises InputError beyond the capacity.
+        """
+
+    def recompute(
+        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None, judged: int = 1
+    ) -> npt.NDArray[np.float32]:
+        """Compute the KV of these tokens anew at their positions, which rise, upon all that stands before
+        each of them in the workspace, other rows of the same call being as computed, later tokens unseen.
+
+        Returns log-probabilities `[judged, vocabulary]` of the token after each of the last rows. With
+        `layers`, only so many of the model's first layers, and the KV of the one above, are computed, and no
+        rows come back. Raises InputError for rows that do not fit.
+        """
+
+    def attention(
+        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """As `recompute`; returns the attention that all tokens up to the last row get, a mean over the rows,
+        `[layers, query heads, tokens]`."""
 
 
 class ModelRunner(Protocol):
@@ -56,4 +91,10 @@ class ModelRunner(Protocol):
         stands before it, `[len(answer)]`: greedy decoding gives the answer if, and only if, all are equal.
 
         No branch sees another. Raises as `continue_over`, and for a branch without a prompt.
+        """
+
+    def workspace(self, capacity: int) -> Workspace:
+        """Room for the KV of a prompt of so many tokens, in float32; it may be that of the call before.
+
+        Raises InputError for more than the model takes.
         """

@@ -9,7 +9,6 @@ from drawing import tokens
 
 from kvass.calibrate.certify import as_stored
 from kvass.calibrate.evaluate import evaluate
-from kvass.calibrate.ropes import frequencies
 from kvass.calibrate.tables import LEVELS, make_tables
 from kvass.calibrate.texts import Sequenced
 from kvass.codecs.tables import Tables
@@ -19,6 +18,7 @@ from kvass.engines.transformers.probing import Probing
 from kvass.engines.transformers.runner import TransformersRunner
 from kvass.errors import UnsupportedModelError
 from kvass.keys import Namespace
+from kvass.ropes import frequencies
 from kvass.spec import RopeSpec
 
 

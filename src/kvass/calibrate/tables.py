@@ -9,7 +9,6 @@ import numpy as np
 from kvass.calibrate.certify import as_stored
 from kvass.calibrate.evaluate import evaluate
 from kvass.calibrate.fit import Fitted, Reading, fit, importance
-from kvass.calibrate.ropes import frequencies
 from kvass.calibrate.symbols import (
     count,
     group_arrays,
@@ -23,6 +22,7 @@ from kvass.codecs.transform import Transform
 from kvass.container import Array
 from kvass.engines.transformers.probing import Probing
 from kvass.keys import Namespace
+from kvass.ropes import frequencies
 from kvass.runner import KV, ModelRunner
 
 LEVELS: Final[Mapping[str, float]] = {"q1": 0.00008, "q2": 0.00034, "q3": 0.0015, "q4": 0.0035}

@@ -93,12 +93,12 @@ def fact_contexts(
     The same for the same texts, tokenizer and seed. `sentences`: what makes the facts, if not of those here.
     Raises InputError for texts of fewer than three domains, and for more than 17 facts a context.
     """
-    make = sentences or _sentences
+    make = sentences or sentences_of
     if not 0 < facts_each <= _KINDS:
         raise InputError(f"facts_each is {facts_each}; there are {_KINDS} kinds of facts, each used once")
     units: dict[str, list[list[tuple[str, int]]]] = {}
     for one in texts:
-        cut = _units(one.text)
+        cut = units_of(one.text)
         units.setdefault(one.domain, []).append(
             [(unit, len(runner.encode(unit, begin=False))) for unit in cut]
         )
@@ -115,7 +115,7 @@ def fact_contexts(
     return made
 
 
-def _units(text: str) -> list[str]:
+def units_of(text: str) -> list[str]:
     """Lines, the long ones cut into sentences; together they are the text."""
     made: list[str] = []
     for line in text.splitlines(keepends=True):
@@ -159,20 +159,20 @@ def _planted(
             pieces.append(f"{question} {answer}" + ("\n" if unit.endswith("\n") else " "))
             facts.append(Fact(question, answer, before / total))
     tokens = runner.encode("".join(pieces).rstrip("\n") + "\n")
-    return FactContext(tokens, facts, [_branch(fact, runner) for fact in facts])
+    return FactContext(tokens, facts, [branch_of(fact.question, fact.answer, runner) for fact in facts])
 
 
-def _branch(fact: Fact, runner: ModelRunner) -> Branch:
+def branch_of(question: str, answer: str, runner: ModelRunner) -> Branch:
     """Question and answer as tokens, cut where the answer begins."""
-    question = runner.encode(f"\n{fact.question}", begin=False)
-    whole = runner.encode(f"\n{fact.question} {fact.answer}", begin=False)
+    asked = runner.encode(f"\n{question}", begin=False)
+    whole = runner.encode(f"\n{question} {answer}", begin=False)
     shared = 0
-    while shared < min(len(question), len(whole) - 1) and question[shared] == whole[shared]:
+    while shared < min(len(asked), len(whole) - 1) and asked[shared] == whole[shared]:
         shared += 1
     return Branch(whole[:shared], whole[shared:])
 
 
-def _sentences(draw: random.Random, count: int) -> list[tuple[str, str]]:
+def sentences_of(draw: random.Random, count: int) -> list[tuple[str, str]]:
     """Questions, no two of a context alike, and their answers."""
     place = iter(draw.sample(_PLACES, 6))
     town = iter(draw.sample(_TOWNS, 4))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +18,8 @@ from kvass.errors import ModelFilesError
 from kvass.quality import Budget, Certificate, Gate, Measured, calibrated_folder
 
 _WIDTH, _HEIGHT = 64, 16
+_WIDE = 110
+"""Columns of a terminal that all of the table fits into."""
 
 
 def quality(
@@ -77,18 +80,26 @@ def quality(
 
 
 def _table(certificate: Certificate, allowed: dict[str, bool]) -> Table:
-    table = Table(title=escape(certificate.model), title_justify="left")
+    """All columns where there is room for them; numbers that are cut off would tell nothing."""
+    wide = out.width >= _WIDE
+    table = Table(title=escape(certificate.model), title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("")
-    table.add_column("codec")
-    for title in ("bits", "KL", "95%", "early", "p99", "same top", "ppl", "facts lost", "at most"):
-        table.add_column(title, justify="right")
-    table.add_column("may be used")
+    table.add_column("codec", no_wrap=True)
+    titles = ("bits", "KL", "95%", "early", "p99", "same top", "ppl", "facts lost", "at most")
+    shown = [title for title in titles if wide or title not in ("95%", "p99", "ppl")]
+    for title in shown:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("may be used" if wide else "used", no_wrap=True)
     for mark, one in zip(_marks(certificate.measured), certificate.measured, strict=True):
+        cells = {
+            "bits": f"{one.bits:.2f}", "KL": f"{one.kl_mean:.2g}",
+            "95%": f"{one.kl_low:.2g}..{one.kl_high:.2g}", "early": f"{one.kl_early:.2g}",
+            "p99": f"{one.kl_p99:.2g}", "same top": f"{one.top1:.1%}", "ppl": f"{one.ppl_ratio:.4f}",
+            "facts lost": f"{one.facts_lost} of {one.facts_tried}", "at most": f"{one.facts_lost_high:.2%}",
+        }  # fmt: skip
         table.add_row(
-            mark, escape(one.codec), f"{one.bits:.2f}", f"{one.kl_mean:.2g}",
-            f"{one.kl_low:.2g}..{one.kl_high:.2g}", f"{one.kl_early:.2g}", f"{one.kl_p99:.2g}",
-            f"{one.top1:.1%}", f"{one.ppl_ratio:.4f}", f"{one.facts_lost} of {one.facts_tried}",
-            f"{one.facts_lost_high:.2%}", "yes" if allowed[one.codec] else "[yellow]no[/yellow]",
+            mark, escape(one.codec), *(cells[title] for title in shown),
+            "yes" if allowed[one.codec] else "[yellow]no[/yellow]",
         )  # fmt: skip
     return table
 

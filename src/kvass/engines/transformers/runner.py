@@ -12,6 +12,7 @@ from kvass.container import Array
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel, encode_text
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
+from kvass.engines.transformers.workspace import TransformersWorkspace
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.runner import KV, Branch
 from kvass.spec import DTypeName, KVSpec, numpy_dtype
@@ -106,6 +107,10 @@ class TransformersRunner:
         chosen = logits.argmax(-1).numpy()
         ends = np.cumsum([len(branch.answer) for branch in branches])[:-1]
         return [np.asarray(one) for one in np.split(chosen, ends)]
+
+    def workspace(self, capacity: int) -> TransformersWorkspace:
+        self._empty(capacity)
+        return TransformersWorkspace(self._model, self._pool)
 
     def _masks(self, start: int, places: torch.Tensor, owner: torch.Tensor) -> Any:
         """What each token of the branches may see, as the model takes it: by kind of layer, or one."""

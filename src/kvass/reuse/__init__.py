@@ -1,0 +1,1 @@
+"""Reuse anywhere in a prompt: KV of texts that were read elsewhere, moved, put together and repaired."""

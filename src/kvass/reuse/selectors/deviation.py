@@ -1,0 +1,37 @@
+"""Selector `deviation`: the tokens whose values in one early layer change most when all are computed anew."""
+
+import numpy as np
+
+from kvass.reuse.prompt import Prompt
+from kvass.reuse.selectors.base import Choice, layers_of
+from kvass.runner import Workspace
+
+CHECKED_LAYER = 1
+
+
+class Deviation:
+    """CacheBlend (Yao et al., EuroSys 2025), as its released code chooses: once, by the squared distance of
+    values in layer 1, for which the layers before and this layer's keys and values are computed of all tokens
+    and stay."""
+
+    name = "deviation"
+
+    def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
+        group, place = next(
+            (number, group.layers.index(CHECKED_LAYER))
+            for number, group in enumerate(workspace.spec.groups)
+            if CHECKED_LAYER in group.layers
+        )
+        rows = np.sort(np.concatenate([prompt.reused, prompt.new]))
+        held = workspace.arrays(group, 0, len(prompt.tokens))["v"][place]
+        before = held[prompt.reused].astype(np.float32)
+        workspace.recompute(prompt.rows(rows), rows, layers=CHECKED_LAYER)
+        apart = np.square(held[prompt.reused].astype(np.float32) - before).sum(axis=(1, 2))
+        # the chosen ones' first layers are computed here and not again
+        token_layers, layers = (CHECKED_LAYER + 1) * len(prompt.reused), layers_of(workspace)
+        rest = layers - CHECKED_LAYER - 1
+        count = max(0, int((fraction * layers * len(prompt.reused) - token_layers) / rest + 1e-9))
+        return Choice(
+            np.sort(prompt.reused[np.argsort(-apart, kind="stable")[:count]]),
+            token_layers - (CHECKED_LAYER + 1) * count,
+        )
