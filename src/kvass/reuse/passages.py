@@ -1,4 +1,4 @@
-"""Passages of a prompt that stand in texts which were read before: found by fingerprints, confirmed by tokens."""
+"""Passages of a prompt that stand in texts read before: found by fingerprints, confirmed by tokens."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -34,8 +34,8 @@ class Passage(NamedTuple, Generic[Text]):
 
 
 def passages(
-    prompt: Tokens, seen: Callable[[Sequence[int]], Iterable[Seen[Text]]], tokens_of: Callable[[Text], Tokens],
-    shortest: int = SHORTEST,
+    prompt: Tokens, seen: Callable[[Sequence[int]], Iterable[Seen[Text]]],
+    tokens_of: Callable[[Text], Tokens], shortest: int = SHORTEST,
 ) -> list[Passage[Text]]:  # fmt: skip
     """Passages of at least `shortest` tokens, apart from each other, in order; of two that overlap the longer
     one first, the other cut.
