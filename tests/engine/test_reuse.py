@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from engine.tiny import WINDOW, text, tiny
+from kvass.chunks import as_tokens
+from kvass.engines.transformers import Engine
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.movable import refuse_unmovable
 from kvass.engines.transformers.pool_cache import TorchPool
@@ -14,6 +16,7 @@ from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
+from kvass.reuse.stored import stored
 
 FAMILIES = (
     "llama", "llama3-rope", "linear-rope", "yarn-rope", "qwen3", "phi", "gemma3", "mistral", "gpt-neox",
@@ -252,3 +255,46 @@ def test_rows_that_do_not_fit_are_refused(llama):
         workspace.recompute([1], [16])
     with pytest.raises(InputError, match="overlaps"):
         put(workspace, [llama.segment([], ONE[:5], 0), llama.segment([], ONE[:5], 4)])
+
+
+class TestStored:
+    """Segments out of a cache, where each is the rest of a prefix that an engine has read."""
+
+    @pytest.fixture
+    def engine(self, cache) -> Engine:
+        return Engine(tiny("llama"), cache)
+
+    def put_in(self, engine, *texts):
+        for one in texts:
+            engine.read(one)
+        engine.cache.flush()
+
+    def test_what_was_read_behind_the_same_beginning_is_found(self, engine, llama):
+        self.put_in(engine, [*PREFIX, *ONE], [*PREFIX, *TWO])
+        before = as_tokens(PREFIX)
+        found = [
+            stored(engine.cache, engine.namespace, before, as_tokens(one), start)
+            for one, (start, _) in zip((TWO, ONE), ((9, 62), (62, 132)), strict=True)
+        ]
+        tokens = [*PREFIX, *TWO, *ONE, *QUESTION]
+        prompt = Prompt(tokens, 9, [(9, 62), (62, 132)])
+        workspace = llama.workspace(len(tokens))
+        put(workspace, [llama.segment([], PREFIX, 0), *found])
+        own = assembled(llama, prompt)
+        for name in ("k", "v"):
+            assert np.allclose(workspace.arrays(0, 0, 132)[name], own.arrays(0, 0, 132)[name], atol=1e-5)
+
+    def test_what_is_not_whole_is_a_miss(self, engine):
+        self.put_in(engine, [*PREFIX, *ONE[:60]])
+        before = as_tokens(PREFIX)
+        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE), 9) is None
+        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:60]), 9) is not None
+        assert stored(engine.cache, engine.namespace, before[:0], as_tokens(ONE[:60]), 0) is None
+        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:60]), 9, seconds=0) is None
+
+    def test_what_a_window_has_passed_over_is_a_miss(self, cache):
+        engine = Engine(tiny("mistral"), cache)
+        self.put_in(engine, [*PREFIX, *ONE], [*PREFIX, *ONE[:40]])
+        before = as_tokens(PREFIX)
+        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE), 9) is None
+        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:40]), 9) is not None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvass.chunks import as_tokens
 from kvass.reuse.fingerprints import GRAM, SHORTEST, fingerprints
+from kvass.reuse.known import MOST_PLACES, Known
 from kvass.reuse.passages import Passage, Seen, passages
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -152,3 +153,38 @@ def test_texts_of_one_token_take_no_long_time():
     found = library.find([7] * 20_000)
     assert sum(run.tokens for run in found) > 15_000
     assert time.process_time() - began < 60
+
+
+class TestKnown:
+    def test_texts_are_forgotten_oldest_first(self):
+        known = Known(capacity=500)
+        for number in range(5):
+            known.add(bytes([number]), as_tokens(text(number, 200)))
+        assert known.tokens == 400
+        assert [bool(known.find(as_tokens(text(number, 200)))) for number in range(5)] == [False] * 3 + [
+            True
+        ] * 2
+        known.forget(b"\x04")
+        known.forget(b"\x03")
+        known.forget(b"\x03")
+        assert (known.tokens, known.rows) == (0, 0)
+
+    def test_a_name_taken_again_is_another_text(self):
+        known = Known()
+        known.add(b"a", as_tokens(text(1, 200)))
+        known.add(b"a", as_tokens(text(2, 100)))
+        assert known.tokens == 100
+        assert known.find(as_tokens(text(1, 200))) == []
+        assert known.find(as_tokens(text(2, 100))) == [Passage(0, 100, b"a", 0)]
+
+    def test_very_common_passages_are_bounded(self):
+        known, common = Known(), text(1, 300)
+        for number in range(50):
+            known.add(number.to_bytes(2), as_tokens([*common, *text(100 + number, 40)]))
+        assert known.rows < MOST_PLACES * 300 / 17 * 1.5 + 50 * 340 / 17 / 4
+        (found,) = known.find(as_tokens(common))
+        assert found.tokens == 300
+        assert found.text >= (46).to_bytes(2)
+        for number in range(50):
+            known.forget(number.to_bytes(2))
+        assert (known.tokens, known.rows) == (0, 0)

@@ -214,6 +214,29 @@ def bench_vllm(
     _report(found, as_json)
 
 
+@app.command("blend")
+def bench_blend(
+    model: Model = "smollm2-135m",
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts of six segments.")] = 100,
+    rounds: Annotated[int, typer.Option(min=0, help="Interleaved rounds of what is timed.")] = 5,
+    disk: Disk = Path(".bench"),
+    as_json: AsJson = False,
+) -> None:
+    """Segments that were read elsewhere, repaired by each selector, against full prefill; half an hour.
+
+    Example: kvass bench blend --prompts 4 --rounds 3
+    """
+    needs_transformers()
+    from kvass.bench import blend
+
+    settings = Settings.load()
+    with progress_to("blend") as told:
+        found = blend.run(
+            disk, settings.models_path, model=model, prompts=prompts, rounds=rounds, progress=told
+        )
+    _report(found, as_json)
+
+
 @app.command("codec")
 def bench_codec(
     plot: Annotated[
