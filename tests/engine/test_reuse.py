@@ -201,17 +201,24 @@ def test_boundary_takes_as_many_of_each_segment(llama):
     assert done.positions.tolist() == [*range(9, 19), *range(79, 89)]
 
 
-def test_query_takes_what_the_question_looks_at(llama):
+def test_query_takes_what_the_question_looks_at_and_rather_what_stands_early(llama):
     prompt = Prompt(TOKENS, 9, PLACES)
     workspace = assembled(llama, prompt)
     mass = workspace.attention(prompt.rows(prompt.question), prompt.question)
     assert mass.shape == (3, 4, len(TOKENS))
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
-    seen = mass[:, :, prompt.reused].mean(1)
-    best = prompt.reused[np.argsort(-(seen / seen.sum(1, keepdims=True)).mean(0))]
     done = repair(prompt, workspace, selector("query"), 0.3)
-    assert set(done.positions) == set(best[: len(done.positions)])
     assert len(done.positions) == int(0.3 * 123 - 12 + 1e-9)
+    assert done.fraction <= 0.3
+    seen = mass[:, :, prompt.reused]
+    score = (seen / seen.sum(-1, keepdims=True)).mean((0, 1)) / (1 + prompt.depth) ** 0.6
+    best = prompt.reused[np.argsort(-score)]
+    assert set(done.positions) == set(best[: len(done.positions)])
+
+
+def test_a_fraction_that_looking_alone_exceeds_repairs_nothing(llama):
+    prompt = Prompt(TOKENS, 9, PLACES)
+    assert not len(repair(prompt, assembled(llama, prompt), selector("query"), 0.09).positions)
 
 
 def test_deviation_counts_the_layers_that_it_computes_of_all(llama):

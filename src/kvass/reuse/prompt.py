@@ -40,6 +40,11 @@ class Prompt:
         return np.concatenate([np.empty(0, np.int64), *(np.arange(*one) for one in self.segments)])
 
     @cached_property
+    def depth(self) -> Positions:
+        """Of each of the `reused`, how many tokens of its segment come before it."""
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(b - a) for a, b in self.segments)])
+
+    @cached_property
     def new(self) -> Positions:
         """Positions of all tokens that are computed in any case."""
         return np.setdiff1d(np.arange(self.exact, len(self.tokens)), self.reused)

@@ -15,6 +15,4 @@ class Boundary:
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
         count = affordable(prompt, layers_of(workspace), fraction, 0)
-        # by how far into its segment a token stands, so that all segments get as many
-        depth = np.concatenate([np.empty(0, np.int64), *(np.arange(b - a) for a, b in prompt.segments)])
-        return Choice(np.sort(prompt.reused[np.argsort(depth, kind="stable")[:count]]))
+        return Choice(np.sort(prompt.reused[np.argsort(prompt.depth, kind="stable")[:count]]))

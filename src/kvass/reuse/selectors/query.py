@@ -1,4 +1,4 @@
-"""Selector `query`: the tokens that the question attends to, over the KV as it was put together."""
+"""Selector `query`: what the question looks at, of that rather what stands early in its segment."""
 
 import numpy as np
 
@@ -9,21 +9,24 @@ from kvass.runner import Workspace
 PROBE_TOKENS = 16
 """Of the question, its last so many are asked: they know what it is about."""
 
+_FADING = 0.6
+"""How far KV of a segment is from what a full prefill computes falls with how much of the segment comes before
+it: its square about as the power of -0.6 (measured on SmolLM2, see docs/reuse.md)."""
+
 
 class Query:
-    """Attention mass of the question's tokens, each layer counting the same."""
+    """What an error costs is the attention that it gets, times how large it is. The first is measured: by
+    the question's attention over KV as it was put together (as in ProphetKV, arXiv 2602.02579), each layer
+    counting the same. The second is expected, from how far into its segment a token stands."""
 
     name = "query"
 
-    def __init__(self, layers: int | None = None, probe_tokens: int = PROBE_TOKENS):
-        """`layers`: of the model's first layers, how many are looked at; all without."""
-        self._layers, self._tokens = layers, probe_tokens
-
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
-        rows = prompt.question[-self._tokens :]
-        mass = workspace.attention(prompt.rows(rows), rows, layers=self._layers)
+        rows = prompt.question[-PROBE_TOKENS:]
+        mass = workspace.attention(prompt.rows(rows), rows)
         token_layers = len(rows) * len(mass)
         count = affordable(prompt, layers_of(workspace), fraction, token_layers)
-        seen = mass[:, :, prompt.reused].mean(axis=1)
-        score = (seen / np.maximum(seen.sum(axis=1, keepdims=True), 1e-30)).mean(axis=0)
+        seen = mass[:, :, prompt.reused]
+        seen /= np.maximum(seen.sum(axis=-1, keepdims=True), 1e-30)
+        score = seen.mean(axis=(0, 1)) * (1.0 + prompt.depth) ** -_FADING
         return Choice(np.sort(prompt.reused[np.argsort(-score, kind="stable")[:count]]), token_layers)
