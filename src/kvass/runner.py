@@ -33,9 +33,8 @@ class Workspace(Protocol):
         """What the KV looks like, in the dtype that it is computed in."""
 
     def arrays(self, group: int, start: int, stop: int) -> Mapping[str, Array]:
-        """Views of `k` (after RoPE) and `v` of tokens `start` to `stop`, `[layers, tokens, heads, dim]`.
-
-        Raises InputError beyond the capacity.
+        """Views of `k` (after RoPE) and `v` of tokens `start` to `stop`, `[layers, tokens, heads, dim]`; from
+        now on these are taken to be in place. Raises InputError beyond the capacity.
         """
 
     def recompute(
@@ -46,14 +45,14 @@ class Workspace(Protocol):
 
         Returns log-probabilities `[judged, vocabulary]` of the token after each of the last rows. With
         `layers`, only so many of the model's first layers, and the KV of the one above, are computed, and no
-        rows come back. Raises InputError for rows that do not fit.
+        rows come back. Raises InputError for rows that do not fit, or would see what was never put there.
         """
 
     def attention(
-        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None
+        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None, judged: int = 1
     ) -> npt.NDArray[np.float32]:
-        """As `recompute`; returns the attention that all tokens up to the last row get, a mean over the rows,
-        `[layers, query heads, tokens]`."""
+        """As `recompute`; returns the attention that all tokens up to the last row get, a mean over the last
+        `judged` rows, `[layers, query heads, tokens]`."""
 
 
 class ModelRunner(Protocol):

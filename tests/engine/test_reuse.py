@@ -195,6 +195,23 @@ def test_every_selector_keeps_within_its_fraction(world, name):
         assert np.array_equal(done.positions, again.positions)
 
 
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_nothing_is_seen_that_was_never_put_there(llama, name):
+    """New text between segments, and a question longer than what is asked of it."""
+    tokens = [*PREFIX, *ONE, *text(5, 7), *TWO, *text(40, 4)]
+    prompt = Prompt(tokens, 9, [(9, 79), (84, 137)])
+    found = []
+    for _ in range(2):
+        workspace = assembled(llama, prompt)
+        if found:
+            workspace._pool._tensors[0]["k"][:, 79:84] = workspace._pool._tensors[0]["v"][:, 79:84] = 9.0
+            workspace._pool._tensors[0]["k"][:, 137:] = workspace._pool._tensors[0]["v"][:, 137:] = -9.0
+        found.append(repair(prompt, workspace, selector(name), 0.6))
+    assert np.array_equal(found[0].positions, found[1].positions)
+    assert np.array_equal(found[0].log, found[1].log)
+    assert np.isfinite(found[0].log).all()
+
+
 def test_boundary_takes_as_many_of_each_segment(llama):
     prompt = Prompt(TOKENS, 9, PLACES)
     done = repair(prompt, assembled(llama, prompt), selector("boundary"), 20 / 123)
@@ -204,7 +221,7 @@ def test_boundary_takes_as_many_of_each_segment(llama):
 def test_query_takes_what_the_question_looks_at_and_rather_what_stands_early(llama):
     prompt = Prompt(TOKENS, 9, PLACES)
     workspace = assembled(llama, prompt)
-    mass = workspace.attention(prompt.rows(prompt.question), prompt.question)
+    mass = workspace.attention(prompt.rows(prompt.question), prompt.question, judged=12)
     assert mass.shape == (3, 4, len(TOKENS))
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
     done = repair(prompt, workspace, selector("query"), 0.3)
@@ -260,6 +277,10 @@ def test_rows_that_do_not_fit_are_refused(llama):
             workspace.recompute(tokens, positions)
     with pytest.raises(InputError, match="outside of a workspace of 16"):
         workspace.recompute([1], [16])
+    put(workspace, [llama.segment([], ONE[:5], 0), llama.segment([], ONE[:5], 6)])
+    with pytest.raises(InputError, match="token 5 before position 11"):
+        workspace.recompute([1], [11])
+    workspace.recompute([1, 2], [5, 11])
     with pytest.raises(InputError, match="overlaps"):
         put(workspace, [llama.segment([], ONE[:5], 0), llama.segment([], ONE[:5], 4)])
 

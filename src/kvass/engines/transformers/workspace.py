@@ -30,6 +30,7 @@ class TransformersWorkspace:
         """`pool`: in the dtype that the model computes KV in."""
         self._model = model
         self._pool = pool
+        self._there = np.zeros(pool.capacity, bool)
         self._kinds = [
             "full_attention" if group.window is None else "sliding_attention" for group in pool.spec.groups
         ]
@@ -39,7 +40,9 @@ class TransformersWorkspace:
         return self._pool.spec
 
     def arrays(self, group: int, start: int, stop: int) -> Mapping[str, Array]:
-        return self._pool.arrays(group, start, stop)
+        found = self._pool.arrays(group, start, stop)
+        self._there[start:stop] = True
+        return found
 
     @torch.inference_mode()
     def recompute(
@@ -51,9 +54,11 @@ class TransformersWorkspace:
         return np.asarray(torch.log_softmax(logits[0].float(), -1).numpy())
 
     @torch.inference_mode()
-    def attention(self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None) -> Floats:
+    def attention(
+        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None, judged: int = 1
+    ) -> Floats:
         rows: list[torch.Tensor] = []
-        _watched.rows = rows
+        _watched.rows, _watched.judged = rows, judged
         try:
             with _implementation(self._model, _WEIGHING):
                 self._run(tokens, positions, layers, 1)
@@ -69,6 +74,12 @@ class TransformersWorkspace:
             raise InputError("rows to compute need a token each, and positions that rise")
         if place[-1] >= self._pool.capacity:
             raise InputError(f"position {place[-1]} is outside of a workspace of {self._pool.capacity}")
+        self._there[place] = True
+        if not self._there[: place[-1]].all():
+            raise InputError(
+                f"token {self._there.argmin()} before position {place[-1]} is neither in the workspace nor "
+                "among the rows to compute"
+            )
         rows = torch.from_numpy(place)
         cache = _RowsCache(self._pool, rows, layers)
         masks = {kind: self._mask(number, rows) for number, kind in enumerate(self._kinds)}
@@ -141,16 +152,17 @@ class _RowsCache(Cache):
 
 
 def _weighing(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attention as SDPA computes it; how much of it each key gets is noted, a mean over the queries."""
+    """Attention as SDPA computes it; how much of it each key gets is noted, a mean over the last queries."""
     rows = getattr(_watched, "rows", None)
     if rows is not None:
         if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("kvass does not weigh attention with a soft cap or a bias: not yet")
-        batch, heads, count, dim = query.shape
+        asking = query[:, :, -_watched.judged :]
+        batch, heads, count, dim = asking.shape
         scaling = kwargs.get("scaling")
-        grouped = query.reshape(batch, key.shape[1], heads // key.shape[1] * count, dim)
+        grouped = asking.reshape(batch, key.shape[1], heads // key.shape[1] * count, dim)
         scores = (grouped @ key.transpose(2, 3)).float() * (dim**-0.5 if scaling is None else scaling)
-        scores = scores.reshape(heads, count, -1).masked_fill(~attention_mask[0], -torch.inf)
+        scores = scores.reshape(heads, count, -1).masked_fill(~attention_mask[0, :, -count:], -torch.inf)
         rows.append(torch.softmax(scores, -1).mean(1))
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 

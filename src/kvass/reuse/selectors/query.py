@@ -10,7 +10,7 @@ PROBE_TOKENS = 16
 """Of the question, its last so many are asked: they know what it is about."""
 
 _FADING = 0.6
-"""How far KV of a segment is from what a full prefill computes falls with how much of the segment comes before
+"""How far KV of a segment is from what full prefill computes falls with how much of the segment comes before
 it: its square about as the power of -0.6 (measured on SmolLM2, see docs/reuse.md)."""
 
 
@@ -22,9 +22,8 @@ class Query:
     name = "query"
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
-        rows = prompt.question[-PROBE_TOKENS:]
-        mass = workspace.attention(prompt.rows(rows), rows)
-        token_layers = len(rows) * len(mass)
+        mass = workspace.attention(prompt.rows(prompt.new), prompt.new, judged=PROBE_TOKENS)
+        token_layers = len(prompt.new) * len(mass)
         count = affordable(prompt, layers_of(workspace), fraction, token_layers)
         seen = mass[:, :, prompt.reused]
         seen /= np.maximum(seen.sum(axis=-1, keepdims=True), 1e-30)
