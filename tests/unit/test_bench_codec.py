@@ -3,6 +3,7 @@
 import math
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -118,6 +119,8 @@ def test_the_top_of_the_report_has_the_contracts_keys() -> None:
 
 def test_nothing_dominates_where_nothing_was_compared() -> None:
     assert flat([measured("int8", 8, 0.001)], [measured("a", 9, 0.1)], 16)["pareto_dominates"] is None
+    unasked = msgspec.structs.replace(measured("q2", 2, 0.001), facts_tried=0, facts_lost=0)
+    assert flat([unasked], [], 16)["q2_facts_lost_high"] is None
     assert compared({"q1": point(3, -3)}, [])["pareto_dominates"] is None
 
 

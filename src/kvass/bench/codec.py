@@ -89,7 +89,7 @@ def flat(ours: Sequence[Measured], baselines: Sequence[Measured], raw_bits: int)
         found |= {
             f"{one.codec}_bits": round(one.bits, 4),
             f"{one.codec}_kl": one.kl_mean,
-            f"{one.codec}_facts_lost_high": one.facts_lost_high,
+            f"{one.codec}_facts_lost_high": one.facts_lost_high if one.facts_tried else None,
         }
         if one.codec == "lossless":
             found["lossless_ratio"] = round(raw_bits / one.bits, 4)
@@ -103,7 +103,7 @@ def row(one: Measured, *, ours: bool = True) -> dict[str, Any]:
     """What a report says of one codec; of `ours`, also what only they were asked."""
     more = {
         "kl_early": one.kl_early, "facts_tried": one.facts_tried, "facts_lost": one.facts_lost,
-        "facts_lost_high": one.facts_lost_high,
+        "facts_lost_high": one.facts_lost_high if one.facts_tried else None,
     }  # fmt: skip
     return {
         "bits": round(one.bits, 4), "kl": one.kl_mean, "kl_interval95": [one.kl_low, one.kl_high],
