@@ -84,6 +84,22 @@ def test_weights_and_classes_agree_with_plain_numpy(tokens, heads, dim, probes, 
     assert np.array_equal(classes, twin.classified(weights, thresholds))
 
 
+@EXAMPLES
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.sampled_from([0, 1, 15, 16, 20, 48]), st.integers(0, 9), SEEDS
+)
+def test_turning_agrees_with_plain_numpy(tokens, heads, half, rest, seed):
+    random = np.random.default_rng(seed)
+    x = normal(random, tokens, heads, 2 * half + rest)
+    cos, sin = normal(random, tokens, half), normal(random, tokens, half)
+    wanted, out, kept = twin.turned(x, cos, sin), np.empty_like(x), x.copy()
+    basis.turned(x, cos, sin, out)
+    assert np.array_equal(bits(out), bits(wanted))
+    assert np.array_equal(bits(x), bits(kept))
+    basis.turned(x, cos, sin, x)
+    assert np.array_equal(bits(x), bits(wanted))
+
+
 def test_powers_of_two_are_near():
     exponents = np.linspace(-64, 61.9, 4001, dtype=np.float32)
     keys, offsets = np.zeros((1, 1, 1), np.float32), -exponents[:, None, None]

@@ -175,24 +175,26 @@ class _Work:
         """Fill `runs`, contexts and symbols of a layer's levels and of its classes; returns the escapes."""
         group, y = self._group, self._y
         k, v = (arrays[name][layer].astype(np.float32, order="C") for name in ("k", "v"))
-        if not (np.isfinite(k).all() and np.isfinite(v).all()):
-            raise InputError("keys or values are not finite; only exact codecs keep such")
         turned = k
         if self._turns is not None:
-            basis.turned(k, *self._turns[0])
-            turned = k.copy()
-            basis.turned(turned, *self._turns[1])
+            turned = np.empty_like(k)
+            basis.turned(k, *self._turns[0], k)
+            basis.turned(k, *self._turns[1], turned)
         basis.importance(turned, group.probes[layer], group.offsets[layer], self._weights)
         kernels.classified(self._weights, group.thresholds[layer], self._classes)
         for x, side, first in ((k, group.k, 0), (v, group.v, group.split)):
             basis.transformed(x.reshape(len(y), -1), side.mean[layer], side.forward[layer], first, y)
+        if not np.isfinite(y).all():  # as it is wherever one that is not finite went in
+            raise InputError(
+                "keys or values are not finite, or larger than its levels reach; only exact codecs keep such"
+            )
         y[:kept] = 0
         count = kernels.quantised(
             y, group.split, self._classes, group.base[layer], group.shifts, group.inverse_steps,
             group.rounding, self._contexts, self._symbols, self._escapes,
         )  # fmt: skip
         escapes = self._escapes[:count].copy()
-        if not np.isfinite(y).all() or (np.abs(escapes) >= kernels.LARGEST).any():
+        if (np.abs(escapes) >= kernels.LARGEST).any():
             raise InputError("keys or values are larger than its levels reach; only exact codecs keep such")
         return escapes
 
@@ -258,7 +260,7 @@ def _restore(
     if target.dtype == _BF16:
         basis.rounded(shaped, *turns, target.view(np.uint16))
     else:
-        basis.turned(shaped, *turns)
+        basis.turned(shaped, *turns, shaped)
         target[:] = plain.narrowed(shaped, target.dtype)
 
 

@@ -191,25 +191,32 @@ def importance(keys: Float32, probes: Float32, offsets: Float32, weights: Float3
 
 
 @kernel
-def turned(x: Float32, cos: Float32, sin: Float32) -> None:
-    """Turn `x` `[tokens, heads, dim]` to its positions in place.
+def turned(x: Float32, cos: Float32, sin: Float32, out: Float32) -> None:
+    """Turn `x` `[tokens, heads, dim]` to its positions, into `out`, which may be `x`.
 
     `cos`, `sin` `[tokens, half]`; half may be 0.
     """
-    half = cos.shape[1]
+    half, dim = cos.shape[1], x.shape[2]
+    whole = half - half % lanes.NARROW
+    flat, to, cosines, sines = x.reshape(-1), out.reshape(-1), cos.reshape(-1), sin.reshape(-1)
     for token in range(len(x)):
         for head in range(x.shape[1]):
-            row = x[token, head]
-            for i in range(half):
-                low = row[i] * cos[token, i] - row[half + i] * sin[token, i]
-                row[half + i] = row[half + i] * cos[token, i] + row[i] * sin[token, i]
-                row[i] = low
+            at, place = (token * x.shape[1] + head) * dim, token * half
+            for i in range(0, whole, lanes.NARROW):
+                lanes.turn(flat, cosines, sines, to, at + i, half, place + i)
+            for i in range(at + whole, at + half):
+                c, s = cosines[place + i - at], sines[place + i - at]
+                low = flat[i] * c - flat[half + i] * s
+                to[half + i] = flat[half + i] * c + flat[i] * s
+                to[i] = low
+            for i in range(at + 2 * half, at + dim):
+                to[i] = flat[i]
 
 
 @kernel
 def rounded(x: Float32, cos: Float32, sin: Float32, out: UInt16) -> None:
     """Turn `x` as `turned` does, and round it to bfloat16 codes, to nearest even."""
-    turned(x, cos, sin)
+    turned(x, cos, sin, x)
     for token in range(len(x)):
         for head in range(x.shape[1]):
             bits, to = x[token, head].view(np.uint32), out[token, head]

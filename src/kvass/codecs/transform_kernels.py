@@ -46,8 +46,8 @@ def contexts_of(base: Int16, shifts: Int16, last: int, contexts: UInt8) -> None:
 
 
 @kernel
-def _symbols(row: Float32, scale: np.float32, rounding: Float32, symbols: UInt8) -> int:
-    """The symbols of a head's projections; how many are escapes."""
+def _symbols(row: Float32, scale: np.float32, rounding: Float32, symbols: UInt8) -> None:
+    """The symbols of a head's projections."""
     for j in range(len(row)):
         value = row[j] * scale
         size = np.floor(abs(value) + rounding[j])
@@ -55,10 +55,21 @@ def _symbols(row: Float32, scale: np.float32, rounding: Float32, symbols: UInt8)
         code = code if size > _ZERO else _ZERO  # so is what is not a number
         code = _ESCAPE if size > _MOST else code
         symbols[j] = np.uint8(np.int32(code))
-    beyond = 0
+
+
+@kernel
+def _copied(source: UInt8, target: UInt8) -> None:
+    """As an assignment, which takes several times as long for so few."""
+    for j in range(len(source)):
+        target[j] = source[j]
+
+
+@kernel
+def _largest(row: UInt8) -> int:
+    largest = np.uint8(0)
     for j in range(len(row)):
-        beyond += symbols[j] == ESCAPE
-    return beyond
+        largest = max(largest, row[j])
+    return int(largest)
 
 
 @kernel
@@ -83,17 +94,23 @@ def quantised(
         first = 0
         for part in range(2 * heads):
             one = classes[token, part % heads]
-            scale = inverse_steps[one]
             end = first + (split if part < heads else n - split) // heads
-            contexts[token, first:end] = which[one, first:end]
-            if _symbols(y[token, first:end], scale, near[one, first:end], symbols[token, first:end]):
-                for j in range(first, end):
-                    if symbols[token, j] == ESCAPE:
-                        value = y[token, j] * scale
-                        size = np.floor(abs(value) + near[one, j])
-                        level = np.int32(size if size < _LARGEST else _LARGEST)
-                        escapes[taken] = -level if value < _ZERO else level
-                        taken += 1
+            _copied(which[one, first:end], contexts[token, first:end])
+            _symbols(y[token, first:end], inverse_steps[one], near[one, first:end], symbols[token, first:end])
+            first = end
+        if _largest(symbols[token, :n]) < ESCAPE:
+            continue
+        first = 0
+        for part in range(2 * heads):
+            one = classes[token, part % heads]
+            end = first + (split if part < heads else n - split) // heads
+            for j in range(first, end):
+                if symbols[token, j] == ESCAPE:
+                    value = y[token, j] * inverse_steps[one]
+                    size = np.floor(abs(value) + near[one, j])
+                    level = np.int32(size if size < _LARGEST else _LARGEST)
+                    escapes[taken] = -level if value < _ZERO else level
+                    taken += 1
             first = end
     return taken
 

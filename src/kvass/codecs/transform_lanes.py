@@ -148,3 +148,28 @@ def _repeated(builder: Any, value: Any, width: int) -> Any:
     undefined = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, lanes.splat(I32, 0, width))
+
+
+def _turn(
+    context: Any, x: Any, cos: Any, sin: Any, out: Any, at: Any, half: Any, place: Any
+) -> tuple[Any, Callable[..., Any]] | None:
+    """Turn `NARROW` pairs of `x`, from `at` and from `at + half` on, by cosines and sines from `place` on,
+    into the same places of `out`."""
+    arrays = (x, cos, sin, out)
+    if not lanes.are_flat(arrays, (types.float32,) * 4):
+        return None
+    return types.void(*arrays, *[types.int64] * 3), _generate_turn
+
+
+turn = intrinsic(_turn)
+
+
+def _generate_turn(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+    *arrays, at, half, place = arguments
+    x, cos, sin, out = lanes.pointers(context, builder, signature.args[:4], arrays)
+    further = builder.add(at, half)
+    low, high = (lanes.load(builder, x, where, F32, NARROW) for where in (at, further))
+    c, s = (lanes.load(builder, part, place, F32, NARROW) for part in (cos, sin))
+    lanes.store(builder, builder.fsub(builder.fmul(low, c), builder.fmul(high, s)), out, at)
+    lanes.store(builder, builder.fadd(builder.fmul(high, c), builder.fmul(low, s)), out, further)
+    return context.get_dummy_value()
