@@ -268,7 +268,10 @@ def _read(folder: Path, namespace: Namespace) -> tuple[Tables | None, Certificat
     if _bound_to(certificate) != binding(namespace):
         reason = f"the certificate in {folder} is of another model; calibrate {namespace.model}"
         return tables, certificate, Verdict(False, reason, "other model")
-    if tables is None or certificate.tables != tables.digest:
+    if tables is None:
+        reason = f"there is no tables.safetensors in {folder}; put it back, or calibrate {namespace.model}"
+        return tables, certificate, Verdict(False, reason, "no tables")
+    if certificate.tables != tables.digest:
         reason = f"the certificate in {folder} was measured with other tables; calibrate the model anew"
         return tables, certificate, Verdict(False, reason, "other tables")
     return tables, certificate, None
@@ -278,7 +281,9 @@ def _no_certificate(namespace: Namespace) -> Verdict:
     numerics = "" if namespace.numerics.startswith("shared:") or not namespace.numerics else (
         " and keep KV under the name of the model's files: allow_lossy, a lossy codec or shared_numerics"
     )  # fmt: skip
-    reason = f"no certificate for this KV of {namespace.model}; run `kvass calibrate`{numerics}"
+    reason = (
+        f"no certificate for this KV of {namespace.model}; run `kvass calibrate` with the model{numerics}"
+    )
     return Verdict(False, reason, "no certificate")
 
 

@@ -48,7 +48,7 @@ class Copying:
         """A thread starts to read the source. Raises TierError when the store was given up."""
         with self._changed:
             if self.given_up:
-                raise TierError("the store was given up")
+                raise TierError("its store waited longer than store_deadline")
             self._active += 1
 
     def end(self) -> None:

@@ -71,7 +71,13 @@ class Storing(Tiered):
                 reason = "error"
         if not ticket.copied:
             metrics.dropped_stores.labels(self.tiers[0].name if self.tiers else "none", reason).inc()
-            self._warn_once("store", reason, "a store waited too long or came too late and was given up")
+            text = (
+                f"a store was not copied within store_deadline ({self._store_deadline:g} s) and was given up; "
+                "the first use of a codec compiles it, which takes some seconds, once"
+                if reason == "deadline"
+                else "a store came too late and was given up"
+            )
+            self._warn_once("store", reason, text)
         return ticket
 
     def _store(

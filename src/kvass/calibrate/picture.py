@@ -55,13 +55,13 @@ def write_png(
                 [one.bits], [middle], yerr=ends, fmt=some.marker, color=some.colour, capsize=2, markersize=4
             )
             axes.annotate(
-                one.codec, (one.bits, middle), xytext=(5, 3), textcoords="offset points",
-                fontsize=some.fontsize, color=some.colour,
+                one.codec if one.kl_mean else f"{one.codec} (no loss)", (one.bits, middle),
+                xytext=(5, 3), textcoords="offset points", fontsize=some.fontsize, color=some.colour,
             )  # fmt: skip
     axes.set_yscale("log")
     axes.set_xlim(0, 1.1 * max((one.bits for some in drawn for one in some.measured), default=1.0))
     axes.set_xlabel("stored bits per element")
-    axes.set_ylabel("KL per token (nats), 95% interval")
+    axes.set_ylabel(f"KL per token (nats), 95% interval; what is below {LEAST_KL:g} is drawn there")
     axes.set_title(title)
     axes.grid(visible=True, which="major", alpha=0.3)
     try:

@@ -240,7 +240,7 @@ def bench_blend(
 @app.command("codec")
 def bench_codec(
     plot: Annotated[
-        Path | None, typer.Option(help="Write the picture to this PNG file (needs kvass[plot]).")
+        Path | None, typer.Option(help="Write the picture to this PNG file (needs kvass\\[plot]).")
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Held texts to measure on, at most.")] = 99,
     contexts: Annotated[int, typer.Option(min=0, help="Contexts with planted facts.")] = 30,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,10 +20,13 @@ from kvass.keys import tenant_digest
 from kvass.provenance import Lossy
 from kvass.serve.tenants import tenant_salt
 
+_WIDE = 130
+"""Columns of a terminal that all of a listing fits into."""
+
 
 def list_objects(
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many objects.")] = 50,
-    tier: Annotated[str | None, typer.Option(help="Only this tier (host, disk).")] = None,
+    tier: Annotated[str | None, typer.Option(help="Only this tier (host, disk, or a remote one).")] = None,
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
@@ -37,14 +41,21 @@ def list_objects(
     if as_json:
         print_json([_row(stored, header) for stored, header in shown])
         return
-    table = Table("address", "tier", "model", "tokens", "size", "codec", "ratio", "provenance", "last used")
+    wide = out.width >= _WIDE
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    titles = ("address", "tier", "model", "tokens", "size", "codec", "ratio", "provenance")
+    for title in titles if wide else (title for title in titles if title != "model"):
+        table.add_column(title, no_wrap=True)
+    if wide:
+        table.add_column("last used", no_wrap=True)
     for stored, header in shown:
         entry = stored.entry
         span = f"{entry.position}-{entry.position + entry.length - 1}"
         table.add_row(
-            f"{stored.address[:16]}…-{header.group}", stored.tier, escape(header.namespace.model), span,
-            size(entry.size), _codec(header), f"{_ratio(stored, header):.2f}", header.namespace.state,
-            when(entry.accessed),
+            f"{stored.address[:16]}…-{header.group}", stored.tier,
+            *((escape(header.namespace.model),) if wide else ()), span, size(entry.size), _codec(header),
+            f"{_ratio(stored, header):.2f}", header.namespace.state,
+            *((when(entry.accessed),) if wide else ()),
         )  # fmt: skip
     out.print(table)
     if len(shown) == limit:

@@ -25,7 +25,7 @@ _WIDE = 110
 def quality(
     model: Annotated[str, typer.Argument(help="A bundled model, a .gguf file, or a model directory.")],
     png: Annotated[
-        Path | None, typer.Option("--png", help="Write the plot to this PNG file (needs kvass[plot]).")
+        Path | None, typer.Option("--png", help="Write the plot to this PNG file (needs kvass\\[plot]).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,6 +75,9 @@ def quality(
         f"{certificate.digest[:12]}, tables {certificate.tables[:12]}",
         soft_wrap=True,
     )
+    for name, verdict in verdicts.items():
+        if not verdict.allowed:
+            out.print(f"{escape(name)} is not used: {escape(verdict.reason)}", soft_wrap=True)
     if png is not None:
         out.print(f"plot written to {escape(str(png))}", soft_wrap=True)
 

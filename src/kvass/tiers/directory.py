@@ -551,4 +551,4 @@ class DirectoryTier(Tier):
             if not message or kind in self._warned:
                 return
             self._warned.add(kind)
-        log.warning("kvass: %s: %s; the store is given up, what was there stays", self.name, message)
+        log.warning("kvass: %s: %s; nothing of it is stored, what was there stays", self.name, message)

@@ -47,7 +47,7 @@ class LoadedModel:
     directory: Path
 
 
-def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: Path) -> LoadedModel:
+def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: str | Path) -> LoadedModel:
     """Load a bundled model by name, a .gguf file, or a Hugging Face directory; nothing is downloaded.
 
     A GGUF file is converted once, to a directory under `models_path` that is named after its digest.
@@ -57,7 +57,7 @@ def load_model(name_or_path: str, *, dtype: Dtype = "bfloat16", models_path: Pat
     """
     if dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
-    name, directory = find_model(name_or_path, models_path)
+    name, directory = find_model(name_or_path, Path(models_path))
     try:
         with _undisturbed():
             tokenizer = AutoTokenizer.from_pretrained(
