@@ -168,3 +168,13 @@ def test_any_bytes_decode_to_finite_arrays_or_are_corrupt(make, seed):
 @given(st.floats(-(2.0**127), 2.0**127, width=32))
 def test_rounding_is_to_nearest_even(value):
     assert kernels.rounded(np.float32(value)) == np.float32(value).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def test_every_float16_is_widened_as_numpy_does_it():
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    finite = halves[np.isfinite(halves.view(np.float16))]
+    wide = np.empty(finite.size, np.float32)
+    assert kernels.widened(finite, wide)
+    assert np.array_equal(wide.view(np.uint32), finite.view(np.float16).astype(np.float32).view(np.uint32))
+    for one in halves[~np.isfinite(halves.view(np.float16))][::97]:
+        assert not kernels.widened(np.array([1, one, 2], np.uint16), wide[:3].copy())

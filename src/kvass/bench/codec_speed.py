@@ -174,7 +174,7 @@ def _entropy(codec: Codec, stored: Sequence[tuple[_Arrays, Chunk]]) -> _Pass:
 
 
 def _int8_and_floor(tables: Tables, stored: Sequence[tuple[_Arrays, Chunk]]) -> dict[str, _Pass]:
-    from kvass.codecs import fixed_kernels
+    from kvass.codecs import fixed, fixed_kernels
     from kvass.codecs.kernel import kernel
 
     @kernel
@@ -191,7 +191,7 @@ def _int8_and_floor(tables: Tables, stored: Sequence[tuple[_Arrays, Chunk]]) -> 
 
     def decoded(place: tuple[_Arrays, Chunk, dict[str, Any]]) -> None:
         arrays, chunk, out = place
-        grids = {name: np.ascontiguousarray(arrays[f"{name}_grid"], np.float32) for name in ("k", "v")}
+        grids = {name: fixed.widened_grid(arrays[f"{name}_grid"]) for name in ("k", "v")}
         rope = tables.rope(chunk.number)
         rows = (
             np.concatenate(rope.rows(chunk.start, chunk.tokens), axis=1)

@@ -72,7 +72,7 @@ class Storing(Tiered):
         if not ticket.copied:
             metrics.dropped_stores.labels(self.tiers[0].name if self.tiers else "none", reason).inc()
             text = (
-                f"a store was not copied within store_deadline ({self._store_deadline:g} s) and was given up; "
+                f"a store was not copied within store_deadline ({self._store_deadline:g} s), and given up; "
                 "the first use of a codec compiles it, which takes some seconds, once"
                 if reason == "deadline"
                 else "a store came too late and was given up"

@@ -74,9 +74,7 @@ class FixedRate:
                 )
         if len(stored) != len(wanted):
             raise CorruptObjectError(f"an object of {self.name} has no arrays {sorted(stored)}")
-        grids = {name: np.ascontiguousarray(stored[f"{name}_grid"], np.float32) for name in ("k", "v")}
-        if not all(np.isfinite(grid).all() for grid in grids.values()):
-            raise CorruptObjectError("a grid is not finite")
+        grids = {name: widened_grid(stored[f"{name}_grid"]) for name in ("k", "v")}
         decode = _decode_bfloat16 if chunk.group.dtype == "bfloat16" else _decode_other
         groups = self._key_group(chunk), self._value_group(chunk)
         found = decode(stored, grids, self.bits, groups, self._rows(chunk), chunk)
@@ -117,6 +115,15 @@ class FixedRate:
         for name in ("k", "v") if kept else ():
             found[f"{name}_first"] = (group.shape(name, kept), numpy_dtype(group.dtype))
         return found
+
+
+def widened_grid(grid: Array) -> Float32:
+    """A stored grid, float16, as the kernels take it. Raises CorruptObjectError where it is not finite."""
+    halves = np.ascontiguousarray(grid).view(np.uint16)
+    wide = np.empty(grid.shape, np.float32)
+    if not kernels.widened(halves.reshape(-1), wide.reshape(-1)):
+        raise CorruptObjectError("a grid is not finite")
+    return wide
 
 
 def _finite(name: str, array: Array, chunk: Chunk) -> Float32:

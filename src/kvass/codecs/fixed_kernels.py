@@ -14,6 +14,10 @@ _WIDTH = fixed_lanes.WIDTH
 _HALF = np.uint32(0x7FFF)
 _WORD = np.uint32(16)
 _ONE = np.uint32(1)
+_MAGNITUDE, _SIGN, _INFINITE = np.uint16(0x7FFF), np.uint16(0x8000), np.uint16(0x7C00)
+_SHORTER = np.uint32(13)
+_BIASED = np.float32(2.0**112)
+"""By which the exponents of float32 and float16 are apart."""
 
 
 @kernel
@@ -22,6 +26,21 @@ def rounded(value: np.float32) -> np.uint16:
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32((bits >> _WORD) & _ONE)
     return np.uint16(np.uint32(np.uint32(bits + _HALF) + odd) >> _WORD)
+
+
+@kernel
+def widened(halves: UInt16, wide: Float32) -> bool:
+    """float16 codes `[n]` as float32, the same numbers; whether all are finite, as they must be to be that."""
+    bits = wide.view(np.uint32)
+    for i in range(len(halves)):
+        bits[i] = np.uint32(np.uint32(halves[i]) & _MAGNITUDE) << _SHORTER
+    for i in range(len(wide)):
+        wide[i] *= _BIASED  # exact: what is subnormal in float16 becomes normal
+    most = np.uint16(0)
+    for i in range(len(halves)):
+        most = max(most, np.uint16(halves[i] & _MAGNITUDE))
+        bits[i] |= np.uint32(np.uint32(halves[i]) & _SIGN) << _WORD
+    return most < _INFINITE
 
 
 @kernel
