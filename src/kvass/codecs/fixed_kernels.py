@@ -30,7 +30,7 @@ def rounded(value: np.float32) -> np.uint16:
 
 @kernel
 def widened(halves: UInt16, wide: Float32) -> bool:
-    """float16 codes `[n]` as float32, the same numbers; whether all are finite, as they must be to be that."""
+    """float16 codes `[n]` as float32, the same numbers; whether all are finite, which they must be."""
     bits = wide.view(np.uint32)
     for i in range(len(halves)):
         bits[i] = np.uint32(np.uint32(halves[i]) & _MAGNITUDE) << _SHORTER
@@ -40,7 +40,7 @@ def widened(halves: UInt16, wide: Float32) -> bool:
     for i in range(len(halves)):
         most = max(most, np.uint16(halves[i] & _MAGNITUDE))
         bits[i] |= np.uint32(np.uint32(halves[i]) & _SIGN) << _WORD
-    return most < _INFINITE
+    return bool(most < _INFINITE)
 
 
 @kernel
