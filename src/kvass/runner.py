@@ -95,5 +95,6 @@ class ModelRunner(Protocol):
     def workspace(self, capacity: int) -> Workspace:
         """Room for the KV of a prompt of so many tokens, in float32; it may be that of the call before.
 
-        Raises InputError for more than the model takes.
+        Raises InputError for more than the model takes, UnsupportedModelError for a model whose KV cannot be
+        moved or computed in part.
         """

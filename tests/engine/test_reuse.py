@@ -1,5 +1,7 @@
 """Segments read elsewhere, in tiny models of several families: moved, put together, repaired."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,10 @@ from engine.tiny import WINDOW, text, tiny
 from kvass.chunks import as_tokens
 from kvass.engines.transformers import Engine
 from kvass.engines.transformers.layers import kv_spec
+from kvass.engines.transformers.load import LoadedModel
 from kvass.engines.transformers.movable import refuse_unmovable
 from kvass.engines.transformers.pool_cache import TorchPool
+from kvass.engines.transformers.runner import TransformersRunner
 from kvass.engines.transformers.workspace import TransformersWorkspace
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.reuse.assembly import Segment, put
@@ -94,6 +98,9 @@ def test_families_whose_keys_do_not_turn_so_are_refused(family):
     model = tiny(family)
     with pytest.raises(UnsupportedModelError):
         refuse_unmovable(model, kv_spec(model))
+    runner = TransformersRunner(LoadedModel(model, None, family, Path()))
+    with pytest.raises(UnsupportedModelError):
+        runner.workspace(32)
 
 
 def test_keys_are_those_of_a_fresh_prefill_in_the_first_layer(world):

@@ -11,6 +11,7 @@ import torch
 from kvass.container import Array
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel, encode_text
+from kvass.engines.transformers.movable import refuse_unmovable
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.workspace import TransformersWorkspace
 from kvass.errors import InputError, UnsupportedModelError
@@ -44,6 +45,7 @@ class TransformersRunner:
             groups=tuple(msgspec.structs.replace(one, dtype=kv_dtype) for one in self._computed.groups)
         )
         self._pool = TorchPool(self._computed, _SLICE_TOKENS)
+        self._movable = False
 
     @property
     def name(self) -> str:
@@ -109,6 +111,9 @@ class TransformersRunner:
         return [np.asarray(one) for one in np.split(chosen, ends)]
 
     def workspace(self, capacity: int) -> TransformersWorkspace:
+        if not self._movable:
+            refuse_unmovable(self._model, self._computed)
+            self._movable = True
         self._empty(capacity)
         return TransformersWorkspace(self._model, self._pool)
 
