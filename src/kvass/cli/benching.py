@@ -222,7 +222,7 @@ def bench_blend(
     disk: Disk = Path(".bench"),
     as_json: AsJson = False,
 ) -> None:
-    """Segments that were read elsewhere, repaired by each selector, against full prefill; half an hour.
+    """Segments that were read elsewhere, repaired by each selector, against full prefill; 40 minutes.
 
     Example: kvass bench blend --prompts 4 --rounds 3
     """
