@@ -161,6 +161,21 @@ def test_a_later_segment_changes_nothing_before_it(world):
             assert np.array_equal(one[name], other[name])
 
 
+def test_more_rows_than_attend_together(world):
+    """Blocks of rows see no more keys than their last row may."""
+    long = text(250, 8)
+    tokens = [*PREFIX, *long, *QUESTION]
+    prompt = Prompt(tokens, 9, [(9, 259)])
+    workspace = world.workspace(len(tokens))
+    put(workspace, [world.segment([], PREFIX, 0)])
+    done = repair(prompt, workspace, selector("all"), 1.0)
+    assert np.abs(done.log - world.logits(tokens)).max() < ATOL
+    fresh = world.read(tokens)
+    for group, arrays in enumerate(world.copied(workspace, 0, len(tokens))):
+        for name in ("k", "v"):
+            assert np.allclose(arrays[name], fresh[group][name], atol=1e-4)
+
+
 def test_tokens_between_segments_are_new(world):
     """An exact prefix, a segment, new text, the same segment again, one right behind it, the question."""
     tokens = [*PREFIX, *ONE, *text(5, 7), *ONE, *TWO, *QUESTION]
