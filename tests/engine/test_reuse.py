@@ -161,8 +161,7 @@ def test_a_later_segment_changes_nothing_before_it(world):
             assert np.array_equal(one[name], other[name])
 
 
-def test_more_rows_than_attend_together(world):
-    """Blocks of rows see no more keys than their last row may."""
+def test_a_segment_without_kv_is_full_prefill_where_all_is_computed(world):
     long = text(250, 8)
     tokens = [*PREFIX, *long, *QUESTION]
     prompt = Prompt(tokens, 9, [(9, 259)])

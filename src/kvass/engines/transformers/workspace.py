@@ -19,11 +19,7 @@ from kvass.spec import KVSpec
 
 Floats = npt.NDArray[np.float32]
 
-_ROWS, _WEIGHING = "kvass_rows", "kvass_weighing"
-_BLOCK = 96
-"""Rows that attend together, to no more keys than the last of them may see: of rows that lie scattered over a
-prompt, half of all keys on average."""
-
+_WEIGHING = "kvass_weighing"
 _watched = threading.local()
 
 
@@ -64,19 +60,13 @@ class TransformersWorkspace:
         rows: list[torch.Tensor] = []
         _watched.rows, _watched.judged = rows, judged
         try:
-            self._run(tokens, positions, layers, 1, _WEIGHING)
+            with _implementation(self._model, _WEIGHING):
+                self._run(tokens, positions, layers, 1)
         finally:
             _watched.rows = None
         return np.stack([one.float().numpy() for one in rows])
 
-    def _run(
-        self,
-        tokens: Sequence[int],
-        positions: Positions,
-        layers: int | None,
-        judged: int,
-        attend: str = _ROWS,
-    ) -> Any:
+    def _run(self, tokens: Sequence[int], positions: Positions, layers: int | None, judged: int) -> Any:
         """Logits of the last rows; None where the model was left before its last layer."""
         place = np.asarray(positions, np.int64)
         ids = np.asarray(tokens, np.int64)
@@ -94,13 +84,11 @@ class TransformersWorkspace:
         cache = _RowsCache(self._pool, rows, layers)
         masks = {kind: self._mask(number, rows) for number, kind in enumerate(self._kinds)}
         mask: Any = masks if len(masks) > 1 else masks[self._kinds[0]]
-        _watched.ends = (place[_BLOCK - 1 :: _BLOCK] + 1).tolist()
         try:
-            with _implementation(self._model, attend):
-                return self._model(
-                    input_ids=torch.from_numpy(ids)[None], attention_mask=mask, position_ids=rows[None],
-                    past_key_values=cache, use_cache=True, logits_to_keep=judged,
-                ).logits  # fmt: skip
+            return self._model(
+                input_ids=torch.from_numpy(ids)[None], attention_mask=mask, position_ids=rows[None],
+                past_key_values=cache, use_cache=True, logits_to_keep=judged,
+            ).logits  # fmt: skip
         except _Enough:
             return None
 
@@ -163,20 +151,6 @@ class _RowsCache(Cache):
         )
 
 
-def _by_blocks(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attention as SDPA computes it, block by block of the rows."""
-    sdpa, parts, first = ALL_ATTENTION_FUNCTIONS["sdpa"], [], 0
-    for end in (*_watched.ends, key.shape[2]):
-        last = min(first + _BLOCK, query.shape[2])
-        if first < last:
-            seen = attention_mask[:, :, first:last, :end]
-            parts.append(
-                sdpa(module, query[:, :, first:last], key[:, :, :end], value[:, :, :end], seen, **kwargs)[0]
-            )
-        first = last
-    return torch.cat(parts, 1), None
-
-
 def _weighing(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Attention as SDPA computes it; how much of it each key gets is noted, a mean over the last queries."""
     rows = getattr(_watched, "rows", None)
@@ -190,10 +164,9 @@ def _weighing(module: Any, query: Any, key: Any, value: Any, attention_mask: Any
         scores = (grouped @ key.transpose(2, 3)).float() * (dim**-0.5 if scaling is None else scaling)
         scores = scores.reshape(heads, count, -1).masked_fill(~attention_mask[0, :, -count:], -torch.inf)
         rows.append(torch.softmax(scores, -1).mean(1))
-    return _by_blocks(module, query, key, value, attention_mask, **kwargs)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
-ALL_ATTENTION_FUNCTIONS.register(_ROWS, _by_blocks)
 ALL_ATTENTION_FUNCTIONS.register(_WEIGHING, _weighing)
 
 
