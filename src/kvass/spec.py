@@ -89,6 +89,16 @@ class KVSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Bytes of KV that one token takes over all groups."""
         return sum(group.bytes_per_token for group in self.groups)
 
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Where each of the model's layers stands, in their order: its group, and its place in that."""
+        found = {
+            layer: (number, at)
+            for number, group in enumerate(self.groups)
+            for at, layer in enumerate(group.layers)
+        }
+        return dict(sorted(found.items()))
+
     def digest(self) -> str:
         """BLAKE3 of the spec's canonical JSON, in hex."""
         return blake3(msgspec.json.encode(self, order="sorted")).hexdigest()

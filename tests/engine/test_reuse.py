@@ -21,6 +21,7 @@ from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
 from kvass.reuse.stored import stored
+from kvass.runner import Branch
 
 FAMILIES = (
     "llama", "llama3-rope", "linear-rope", "yarn-rope", "qwen3", "phi", "gemma3", "mistral", "gpt-neox",
@@ -347,3 +348,16 @@ class TestStored:
         before = as_tokens(PREFIX)
         assert stored(engine.cache, engine.namespace, before, as_tokens(ONE), 9) is None
         assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:40]), 9) is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_branches_are_kept_apart_whatever_kinds_of_layers_there_are(family):
+    """A model whose layers are all of one kind takes one mask, also where that kind has a window."""
+    world = World(family)
+    runner = TransformersRunner(LoadedModel(world.model, None, family, Path()), kv_dtype="float32")
+    kv = runner.prefill(ONE)
+    branches = [Branch(QUESTION[:4], TWO[:3]), Branch(QUESTION[5:9], TWO[7:8])]
+    both = runner.choose_over(kv, branches)
+    for found, branch in zip(both, branches, strict=True):
+        rows = runner.continue_over(kv, [*branch.prompt, *branch.answer[:-1]])
+        assert found.tolist() == rows[-len(branch.answer) :].argmax(1).tolist()

@@ -65,14 +65,18 @@ def measured(item: Item, runner: ModelRunner, *, everything: bool) -> dict[str, 
     prompt, follow = item.prompt(item.question), item.continued[:-1]
     exact = runner.prefill(prompt.tokens[:-1])
     reference = runner.continue_over(exact, [prompt.tokens[-1], *follow])
+    probabilities = np.exp(reference)
     kl: dict[str, float] = {}
     charged: dict[str, float] = {}
+
+    def note(key: str, log: npt.NDArray[np.float32]) -> None:
+        kl[key] = float(np.einsum("nv,nv->n", probabilities, reference - log).mean())
 
     def ask(name: str, fraction: float) -> None:
         workspace = assembled(item, before, read, runner, len(item.question) + len(follow))
         done, log = followed(prompt, workspace, selector(name), fraction, follow)
         key = f"{name} {fraction:g}"
-        kl[key] = float(np.einsum("nv,nv->n", np.exp(reference), reference - log).mean())
+        note(key, log)
         charged[key] = done.fraction
 
     ask("none", 0)
@@ -82,8 +86,7 @@ def measured(item: Item, runner: ModelRunner, *, everything: bool) -> dict[str, 
         ask(name, FRACTION)
     if everything:
         ask("all", 1)
-    alone = runner.continue_over(before, [*item.question, *follow])[-len(follow) - 1 :]
-    kl["no context"] = float(np.einsum("nv,nv->n", np.exp(reference), reference - alone).mean())
+    note("no context", runner.continue_over(before, [*item.question, *follow])[-len(follow) - 1 :])
     facts: dict[str, list[bool]] = {"full": [], "none": [], DEFAULT: []}
     context = _cut(exact, len(prompt.tokens) - len(item.question))
     for branch in item.facts:

@@ -35,6 +35,13 @@ def splat(element: ir.Type, value: int, width: int) -> ir.Constant:
     return ir.Constant(ir.VectorType(element, width), [value] * width)
 
 
+def repeated(builder: Any, value: Any, width: int) -> Any:
+    """A vector of one value."""
+    undefined = ir.Constant(ir.VectorType(value.type, width), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, splat(I32, 0, width))
+
+
 def load(builder: Any, data: Any, index: Any, element: ir.Type, width: int) -> Any:
     """The vector of `width` elements from an index on."""
     kind = ir.PointerType(ir.VectorType(element, width))
@@ -61,9 +68,7 @@ def gather(builder: Any, data: Any, indexes: Any) -> Any:
     """The 32-bit numbers at a vector of unsigned 32-bit indexes."""
     width = indexes.type.count
     many, found = ir.VectorType(I64, width), ir.VectorType(I32, width)
-    undefined = ir.Constant(many, ir.Undefined)
-    base = builder.insert_element(undefined, builder.ptrtoint(data, I64), ir.Constant(I32, 0))
-    base = builder.shuffle_vector(base, undefined, splat(I32, 0, width))
+    base = repeated(builder, builder.ptrtoint(data, I64), width)
     places = builder.add(base, builder.shl(builder.zext(indexes, many), splat(I64, 2, width)))
     where = ir.VectorType(ir.PointerType(I32), width)
     kind = ir.FunctionType(found, [where, I32, ir.VectorType(BIT, width), found])

@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvass.codecs import lanes
-from kvass.codecs.lanes import F32, I32, I64
+from kvass.codecs.lanes import F32, I64
 
 FACTORS = 64
 """Factors that a mask tells apart."""
@@ -84,7 +84,7 @@ def _generate_add(context: Any, builder: Any, signature: Any, arguments: Sequenc
     builder.store(builder.and_(some, builder.sub(some, one)), left)
     value = builder.load(builder.gep(factors, [builder.add(factor, i)]))
     row = lanes.load(builder, matrix, builder.add(place, builder.mul(i, stride)), F32, width)
-    product = builder.fmul(_repeated(builder, value, width), row)
+    product = builder.fmul(lanes.repeated(builder, value, width), row)
     builder.store(builder.fadd(builder.load(total), product), total)
     builder.branch(test)
     builder.position_at_end(end)
@@ -136,18 +136,11 @@ def _generate_pair(context: Any, builder: Any, signature: Any, arguments: Sequen
         row = lanes.load(builder, matrix, builder.add(place, builder.mul(i, stride)), F32, width)
         for total, begin in zip(totals, begins, strict=True):
             value = builder.load(builder.gep(factors, [builder.add(begin, i)]))
-            product = builder.fmul(_repeated(builder, value, width), row)
+            product = builder.fmul(lanes.repeated(builder, value, width), row)
             builder.store(builder.fadd(builder.load(total), product), total)
     for total, end in zip(totals, ends, strict=True):
         lanes.store(builder, builder.load(total), sums, end)
     return context.get_dummy_value()
-
-
-def _repeated(builder: Any, value: Any, width: int) -> Any:
-    """A vector of one value."""
-    undefined = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, lanes.splat(I32, 0, width))
 
 
 def _turn(

@@ -9,7 +9,8 @@ from transformers import DynamicCache
 from kvass.engines.transformers.pool_cache import TorchPool
 from kvass.engines.transformers.workspace import TransformersWorkspace
 from kvass.errors import KvassError, UnsupportedModelError
-from kvass.ropes import frequencies, moved
+from kvass.reuse.assembly import turning
+from kvass.ropes import moved
 from kvass.spec import KVSpec
 
 _TOKENS = 9
@@ -26,8 +27,7 @@ def refuse_unmovable(model: Any, spec: KVSpec) -> None:
         near, far = _alone(model, ids[:1], 0), _alone(model, ids[:1], _FAR)
         whole = DynamicCache(config=model.config)
         logits = model(input_ids=ids[None], past_key_values=whole, use_cache=True).logits[0, -1]
-    for group in spec.groups:
-        rates = np.empty(0) if group.rope is None else frequencies(group.rope)
+    for group, rates in zip(spec.groups, turning(spec), strict=True):
         for layer in group.layers:
             (keys, values), (keys_far, values_far) = near[layer], far[layer]
             if not (_near(moved(keys.numpy(), rates, _FAR), keys_far) and _near(values, values_far)):

@@ -173,12 +173,10 @@ class PoolCache(Cache):
     def __init__(self, pool: TorchPool, given_up: Callable[[], bool] = lambda: False):
         """`given_up`: asked in every layer of a forward call; True ends it with Interrupted."""
         self.pool = pool
-        where = {
-            layer: (number, place, group.window)
-            for number, group in enumerate(pool.spec.groups)
-            for place, layer in enumerate(group.layers)
-        }
-        self._pool_layers = [_PoolLayer(pool, *where[layer], given_up) for layer in sorted(where)]
+        self._pool_layers = [
+            _PoolLayer(pool, group, place, pool.spec.groups[group].window, given_up)
+            for group, place in pool.spec.places.values()
+        ]
         self._held_from = [0] * len(pool.spec.groups)
         super().__init__(layers=list(self._pool_layers))
 

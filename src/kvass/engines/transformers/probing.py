@@ -98,11 +98,7 @@ class Probing:
 
     def _cache(self, kv: KV, *, leaves: bool) -> tuple[DynamicCache, list[torch.Tensor]]:
         """A cache over `kv`, all of it in every layer; and its tensors, keys and values in turn."""
-        place = {
-            layer: (number, at)
-            for number, group in enumerate(self._spec.groups)
-            for at, layer in enumerate(group.layers)
-        }
+        place = self._spec.places
         cache, made = DynamicCache(), []
         for layer in range(len(self._layers)):
             number, at = place[layer]

@@ -13,7 +13,7 @@ from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel, encode_text
 from kvass.engines.transformers.movable import refuse_unmovable
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
-from kvass.engines.transformers.workspace import TransformersWorkspace
+from kvass.engines.transformers.workspace import TransformersWorkspace, as_taken
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.runner import KV, Branch
 from kvass.spec import DTypeName, KVSpec, numpy_dtype
@@ -118,8 +118,8 @@ class TransformersRunner:
         return TransformersWorkspace(self._model, self._pool)
 
     def _masks(self, start: int, places: torch.Tensor, owner: torch.Tensor) -> Any:
-        """What each token of the branches may see, as the model takes it: by kind of layer, or one."""
-        made: dict[str, torch.Tensor] = {}
+        """What each token of the branches may see, as the model takes it."""
+        made = []
         for group in self._spec.groups:
             seen_from = group.first_needed(start)
             stored = torch.arange(seen_from, start)
@@ -129,8 +129,8 @@ class TransformersRunner:
             mask = (keys <= queries) & ((keys_owner < 0) | (keys_owner == owner[:, None]))
             if group.window is not None:
                 mask &= keys > queries - group.window
-            made["full_attention" if group.window is None else "sliding_attention"] = mask[None, None]
-        return made if "sliding_attention" in made else made["full_attention"]
+            made.append(mask[None, None])
+        return as_taken(self._spec, made)
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         ids = torch.as_tensor(np.asarray(tokens, np.int64))

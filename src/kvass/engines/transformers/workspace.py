@@ -15,7 +15,7 @@ from kvass.container import Array
 from kvass.engines.transformers.pool_cache import TorchPool
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.runner import Positions
-from kvass.spec import KVSpec
+from kvass.spec import KVSpec, LayerGroup
 
 Floats = npt.NDArray[np.float32]
 
@@ -31,9 +31,6 @@ class TransformersWorkspace:
         self._model = model
         self._pool = pool
         self._there = np.zeros(pool.capacity, bool)
-        self._kinds = [
-            "full_attention" if group.window is None else "sliding_attention" for group in pool.spec.groups
-        ]
 
     @property
     def spec(self) -> KVSpec:
@@ -82,8 +79,7 @@ class TransformersWorkspace:
             )
         rows = torch.from_numpy(place)
         cache = _RowsCache(self._pool, rows, layers)
-        masks = {kind: self._mask(number, rows) for number, kind in enumerate(self._kinds)}
-        mask: Any = masks if len(masks) > 1 else masks[self._kinds[0]]
+        mask = as_taken(self.spec, [self._mask(group, rows) for group in self.spec.groups])
         try:
             return self._model(
                 input_ids=torch.from_numpy(ids)[None], attention_mask=mask, position_ids=rows[None],
@@ -92,14 +88,23 @@ class TransformersWorkspace:
         except _Enough:
             return None
 
-    def _mask(self, group: int, rows: torch.Tensor) -> torch.Tensor:
+    def _mask(self, group: LayerGroup, rows: torch.Tensor) -> torch.Tensor:
         """Which of all tokens up to the last row each row may see: an explicit one, since rows lie scattered
         and what aligns a mask to the end would let them see what comes after them."""
-        keys, window = torch.arange(int(rows[-1]) + 1), self._pool.spec.groups[group].window
+        keys = torch.arange(int(rows[-1]) + 1)
         mask = keys <= rows[:, None]
-        if window is not None:
-            mask &= keys > rows[:, None] - window
+        if group.window is not None:
+            mask &= keys > rows[:, None] - group.window
         return mask[None, None]
+
+
+def as_taken(spec: KVSpec, masks: Sequence[torch.Tensor]) -> Any:
+    """A mask for each layer group as models take them: by kind of layer, or where there is but one, alone."""
+    made = {
+        "full_attention" if group.window is None else "sliding_attention": mask
+        for group, mask in zip(spec.groups, masks, strict=True)
+    }
+    return made if len(made) > 1 else masks[0]
 
 
 class _Enough(Exception):
@@ -140,14 +145,10 @@ class _RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 class _RowsCache(Cache):
     def __init__(self, pool: TorchPool, rows: torch.Tensor, layers: int | None):
-        where = {
-            layer: (number, place)
-            for number, group in enumerate(pool.spec.groups)
-            for place, layer in enumerate(group.layers)
-        }
-        last = len(where) if layers is None else layers
         super().__init__(
-            layers=[_RowsLayer(pool, *where[layer], rows, layer == last) for layer in sorted(where)]
+            layers=[
+                _RowsLayer(pool, *place, rows, layer == layers) for layer, place in pool.spec.places.items()
+            ]
         )
 
 

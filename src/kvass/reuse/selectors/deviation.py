@@ -17,11 +17,7 @@ class Deviation:
     name = "deviation"
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
-        group, place = next(
-            (number, group.layers.index(CHECKED_LAYER))
-            for number, group in enumerate(workspace.spec.groups)
-            if CHECKED_LAYER in group.layers
-        )
+        group, place = workspace.spec.places[CHECKED_LAYER]
         rows = np.sort(np.concatenate([prompt.reused, prompt.new]))
         held = workspace.arrays(group, 0, len(prompt.tokens))["v"][place]
         before = held[prompt.reused].astype(np.float32)
