@@ -3,7 +3,7 @@
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -71,6 +71,17 @@ class Settings(BaseSettings):
     allow_lossy: bool = Field(
         default=False,
         description="Whether requests that say nothing of it may use lossy state within the budget.",
+    )
+    reuse: Literal["prefix", "anywhere"] = Field(
+        default="prefix",
+        description="What requests that say nothing of it may reuse: beginnings of prompts, or passages that "
+        "were read elsewhere too, wherever they stand.",
+    )
+    reuse_max_fraction: float = Field(
+        default=0.15,
+        gt=0,
+        le=1,
+        description="Of the layers of tokens that are reused anywhere, how much may be computed anew.",
     )
     lossy_max_kl: float = Field(
         default=0.01,

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from kvass.chunks import Tokens
 from kvass.errors import InputError
-from kvass.provenance import StateClass, lossy_class
+from kvass.provenance import StateClass, blend_class, lossy_class
 from kvass.spec import KVSpec
 
 FORMAT_VERSION = 1
@@ -59,7 +59,17 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def lossy_namespace(namespace: Namespace, codec: str) -> Namespace:
-    """Where state of `namespace` is kept that went through a lossy codec, or was computed upon such state.
+    """Where state of `namespace` is kept that went through a lossy codec, or was computed upon such state."""
+    return approximate_namespace(namespace, lossy_class(codec))
+
+
+def blend_namespace(namespace: Namespace, prompt: Tokens) -> Namespace:
+    """Where the state of one prompt is kept of which parts were read elsewhere, moved and repaired."""
+    return approximate_namespace(namespace, blend_class(prompt.tobytes()))
+
+
+def approximate_namespace(namespace: Namespace, state: str) -> Namespace:
+    """Where state of that class is kept that stands for some of `namespace`.
 
     The same model, adapter and tenant; no numerics, no layout of an engine's own, and no RoPE in the spec,
     which follows from the configuration. Engines come to the same one, and a certificate covers it, where
@@ -71,7 +81,7 @@ def lossy_namespace(namespace: Namespace, codec: str) -> Namespace:
         spec=KVSpec(groups=groups),
         numerics="",
         layout="canonical",
-        state=lossy_class(codec),
+        state=state,
     )
 
 

@@ -145,7 +145,7 @@ def test_files_are_looked_at_again_after_a_while_only(tmp_path, monkeypatch: pyt
     clock.now += 10
     assert gate.verdict(SPACE, LOSSY).allowed
     with monkeypatch.context() as patched:  # nothing that did not change is read twice
-        patched.setattr("kvass.quality.read_certificate", lambda path: pytest.fail("read again"))
+        patched.setattr("kvass.quality.gate.read_certificate", lambda path: pytest.fail("read again"))
         for _ in range(5):
             clock.now += 10
             assert gate.verdict(SPACE, LOSSY).allowed

@@ -15,11 +15,12 @@ from kvass.codecs.tables import Tables
 from kvass.container import CodecStep, Header
 from kvass.errors import ConfigError, CorruptObjectError
 from kvass.keys import Namespace, lossy_namespace
-from kvass.provenance import EXACT, GUARD_TOKENS, Lossy, Provenance, codec_of_class
+from kvass.provenance import EXACT, GUARD_TOKENS, Blended, Lossy, Provenance, codec_of_class, is_blend
 from kvass.quality import DEFAULT_BUDGET, Budget, Gate, Verdict
 from kvass.spec import LayerGroup
 
 RAW = "raw"
+NO_GATE = Verdict(False, "this cache was opened without the folder of calibrated models", "no gate")
 
 
 class Target(NamedTuple):
@@ -101,21 +102,32 @@ class Coding:
     def verdict(self, namespace: Namespace, codec: str, budget: Budget | None = None) -> Verdict:
         """What the gate says of a codec for that namespace's model."""
         if self.gate is None:
-            return Verdict(False, "this cache was opened without the folder of calibrated models", "no gate")
+            return NO_GATE
         return self.gate.verdict(namespace, codec, budget or self.budget)
 
     def may(self, namespace: Namespace, codec: str, operation: str, budget: Budget | None = None) -> bool:
         """The same, counted and said once where it is refused."""
-        verdict = self.verdict(namespace, codec, budget)
+        return self._passes(self.verdict(namespace, codec, budget), codec, operation)
+
+    def may_blend(
+        self, namespace: Namespace, method: str, chosen: float, operation: str, budget: Budget | None = None
+    ) -> bool:
+        """Whether state may be used that was repaired so; counted and said once where it is refused."""
+        verdict = NO_GATE
+        if self.gate is not None:
+            verdict = self.gate.blend(namespace, method, chosen, budget or self.budget)
+        return self._passes(verdict, "reuse anywhere in a prompt", operation)
+
+    def _passes(self, verdict: Verdict, what: str, operation: str) -> bool:
         if not verdict.allowed:
             metrics.refused.labels(operation, verdict.kind).inc()
-            said = f"{codec} is not used: {verdict.reason}; counted in kvass_refused_total from now on"
-            self._warn(f"{codec}: {verdict.kind}", operation, said)
+            said = f"{what} is not used: {verdict.reason}; counted in kvass_refused_total from now on"
+            self._warn(f"{what}: {verdict.kind}", operation, said)
         return verdict.allowed
 
     def classes(self, namespace: Namespace) -> list[Namespace]:
         """All namespaces in which lossy state of that exact one may lie."""
-        if codec_of_class(namespace.state) is not None:
+        if namespace.state != EXACT.kind:
             return []
         others = [name for name in self._names.values() if not self._lossless[name]]
         return [lossy_namespace(namespace, name) for name in dict.fromkeys((*LOSSY, *others))]
@@ -123,6 +135,8 @@ class Coding:
     def far(self, tier: str, namespace: Namespace) -> bool:
         """Whether state of that namespace may lie in a remote tier: lossy only where there are tables."""
         codec = codec_of_class(namespace.state)
+        if is_blend(namespace.state):
+            return not self.lossy(tier)
         if codec is None or self.name(tier) == codec:
             return True
         return self.gate is not None and self.gate.tables(namespace) is not None
@@ -141,14 +155,26 @@ class Coding:
     # -- writing ------------------------------------------------------------------------------------------
 
     def target(
-        self, tier: str, namespace: Namespace, operation: str = "store", budget: Budget | None = None
+        self,
+        tier: str,
+        namespace: Namespace,
+        operation: str = "store",
+        budget: Budget | None = None,
+        made: Blended | None = None,
     ) -> Target | None:
         """How that tier keeps state of that namespace; None where it takes nothing of it.
 
         A lossy tier takes exact state, into the namespace of its class, and its own class; raw and lossless
-        ones take all, as what it is.
+        ones take all, as what it is. `made`: how blended state was made; not given, such is only moved as it
+        is.
         """
         name, held = self.name(tier), codec_of_class(namespace.state)
+        if is_blend(namespace.state):
+            if not self._lossless[name] or namespace.layout != "canonical":
+                return None
+            if made and not self.may_blend(namespace, made.method, made.chosen, operation, budget):
+                return None
+            return Target(namespace, self._coder(name, None), made or EXACT)
         if self._lossless[name]:
             if held is None:
                 return Target(namespace, self._coder(name, None), EXACT)
@@ -180,7 +206,7 @@ class Coding:
 
     def alike(self, one: str, other: str, namespace: Namespace) -> bool:
         """Whether two tiers hold the same bytes of that namespace, as far as their settings tell."""
-        return codec_of_class(namespace.state) is None and self.name(one) == self.name(other)
+        return codec_of_class(namespace.state) is None and self.name(one) == self.name(other)  # also a blend
 
     def recoder(self, tier: str, namespace: Namespace) -> Recoder | None:
         """How objects of a namespace are brought to that tier; None where it takes none as what they are."""
@@ -195,7 +221,7 @@ class Coding:
         if is_lossless(name):
             return Target(header.namespace, self._coder(name, None), header.provenance)
         if codec_of_class(header.namespace.state) != name:
-            return None
+            return None  # a blend too
         return self.lossy_target(header.namespace, name, name, "recode", None)
 
     def _coder(self, name: str, tables: Tables | None) -> Codec:
@@ -227,11 +253,12 @@ class Coding:
         chain, space, provenance = header.codec, header.namespace, header.provenance
         held = codec_of_class(space.state)
         if held is None:
-            if provenance != EXACT:
-                raise CorruptObjectError("object in an exact namespace is not exact itself")
+            kind = Blended if is_blend(space.state) else type(EXACT)
+            if not isinstance(provenance, kind):
+                raise CorruptObjectError(f"object in a namespace of {space.state} is something else itself")
             coder = self._of(chain, None)
             if not coder.lossless:
-                raise CorruptObjectError("object in an exact namespace went through a lossy codec")
+                raise CorruptObjectError(f"object in a namespace of {space.state} went through a lossy codec")
             return coder
         if not isinstance(provenance, Lossy) or provenance.codec != held:
             raise CorruptObjectError(f"object in a namespace of {held!r} is something else itself")
@@ -240,6 +267,21 @@ class Coding:
         if not coder.lossless and coder.name != held:
             raise CorruptObjectError(f"object in a namespace of {held!r} went through {coder.name!r}")
         return coder
+
+    def reader(self, budget: Budget | None) -> Decoder:
+        """`decoder` for a load that allows so much: what was repaired at a higher cost is not decodable."""
+
+        def decoder(header: Header) -> Codec:
+            done, space = header.provenance, header.namespace
+            if isinstance(done, Blended) and not self.may_blend(
+                space, done.method, done.chosen, "load", budget
+            ):
+                raise NotDecodableError(
+                    f"repaired by {done.method} at {done.chosen:.1%}, which is refused here"
+                )
+            return self.decoder(header)
+
+        return decoder
 
     def _tables(self, namespace: Namespace, digest: str) -> Tables:
         """The model's tables, which must be those that an object says."""

@@ -19,7 +19,7 @@ from kvass.codecs.registry import NotDecodableError
 from kvass.container import Array, Header, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError
 from kvass.keys import address, address_text, next_key, split_address
-from kvass.provenance import Lossy
+from kvass.provenance import Blended, Lossy
 from kvass.tiers.base import Tier
 
 Ready = Callable[[int], None]
@@ -28,8 +28,9 @@ Ready = Callable[[int], None]
 class LoadResult(NamedTuple):
     """What a load put in place: the first `tokens` tokens, `bytes` read and verified, by tier.
 
-    The first `exact_tokens` of them are exact state; what follows went through a lossy codec. `given_up`: how
-    many more could be read, but were coded for standing further from an end than they do here.
+    The first `exact_tokens` of them are exact state; what follows is not. `given_up`: how many more could be
+    read, but were coded for standing further from an end than they do here. `made`: of what was blended, how
+    the part was made of which the fewest tokens were computed anew.
     """
 
     tokens: int
@@ -39,16 +40,18 @@ class LoadResult(NamedTuple):
     tiers: dict[str, int]
     exact_tokens: int = 0
     given_up: int = 0
+    made: Blended | None = None
 
 
 class _Loaded(NamedTuple):
     """One object that was loaded: the tier it came from, and the bytes; 0: none has it. `end`: where the
-    sequence ended for which it was coded, as far as its codec cares."""
+    sequence ended for which it was coded, as far as its codec cares. `made`: how, if it was blended."""
 
     piece: Piece
     tier: str = ""
     size: int = 0
     end: int = 0
+    made: Blended | None = None
 
 
 class Loader:
@@ -120,7 +123,10 @@ class Loader:
         if ready is not None and length > announced:
             ready(length)
         total = sum(by_tier.values())
-        return LoadResult(length, total, total, time.perf_counter() - began, by_tier, given_up=given_up)
+        made = [one.made for one in have.values() if one.made is not None]
+        least = min(made, key=lambda one: one.chosen, default=None)
+        seconds = time.perf_counter() - began
+        return LoadResult(length, total, total, seconds, by_tier, given_up=given_up, made=least)
 
     def _goes_on(self, loaded: Iterable[_Loaded], length: int) -> bool:
         """Whether something of a hit's last tokens was coded for a sequence that went on behind them: by more
@@ -160,15 +166,18 @@ class Loader:
         check_fit(arrays, namespace.arrays, namespace.spec.groups[piece.group], piece.used)
         return arrays
 
-    def _read(self, piece: Piece, reader: Reader, targets: dict[str, Array]) -> tuple[int, int]:
-        """Read and verify one object, which must be exactly the one asked for. Bytes read, and the end for
-        which it was coded."""
+    def _read(
+        self, piece: Piece, reader: Reader, targets: dict[str, Array]
+    ) -> tuple[int, int, Blended | None]:
+        """Read and verify one object, which must be exactly the one asked for. Bytes read, the end for which
+        it was coded, and how it was blended."""
         parsed = read_header(reader)
         self._check(piece, parsed.header)
         group = self._match.namespace.spec.groups[piece.group]
         check_size(parsed.size, group.bytes_per_token, piece.stored)
         coder = self._decoder(parsed.header)
         done, end = parsed.header.provenance, piece.start + piece.stored
+        made = done if isinstance(done, Blended) else None
         if isinstance(done, Lossy):
             end += done.behind
         if coder.in_place:
@@ -178,14 +187,14 @@ class Loader:
             if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
                 raise CorruptObjectError("object's arrays are not what the spec says")
             if piece.used == piece.stored:
-                return read_arrays(reader, parsed, targets), end
+                return read_arrays(reader, parsed, targets), end, made
         stored = empty_arrays(parsed)
         size = read_arrays(reader, parsed, stored)
         chunk = Chunk(group, piece.group, piece.start, piece.stored)
         arrays = decoded(stored, coder, chunk, list(targets))
         for name, target in targets.items():
             target[:] = arrays[name][:, : piece.used]
-        return size, end
+        return size, end, made
 
     def _check(self, piece: Piece, header: Header) -> None:
         """The object must say of itself what was looked up, and its key must be that of its text: whatever

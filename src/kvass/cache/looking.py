@@ -13,8 +13,8 @@ from kvass.cache.tiered import Tiered
 from kvass.chunks import Tokens, as_tokens
 from kvass.errors import InputError
 from kvass.keys import Namespace, lossy_namespace
-from kvass.provenance import codec_of_class
-from kvass.quality import Budget
+from kvass.provenance import EXACT, codec_of_class
+from kvass.quality import BlendMeasured, Budget
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
@@ -76,10 +76,11 @@ class Looking(Tiered):
         """The longest match of lossy state over an exact one, or that where none is longer."""
         match = exact
         for space in approximate:
-            codec = codec_of_class(space.state)
-            if codec is None:
+            if space.state == EXACT.kind:
                 raise InputError("a namespace of exact state is no approximation; see KVCache.approximations")
-            if match.length < limit and self._coding.may(space, codec, "lookup", budget):
+            codec = codec_of_class(space.state)
+            # of a blend each object says how it was made, and is asked for when it is loaded
+            if match.length < limit and (codec is None or self._coding.may(space, codec, "lookup", budget)):
                 more = self._find(exact.tokens, space, limit, None, until, local)
                 match = more.over(exact, budget) if more.length > match.length else match
         return match
@@ -90,6 +91,21 @@ class Looking(Tiered):
         gate = self._coding.gate
         names = gate.allowed(namespace, budget or self._coding.budget) if gate else []
         return [lossy_namespace(namespace, name) for name in names]
+
+    def repairs(self, namespace: Namespace, budget: Budget | None = None) -> list[BlendMeasured]:
+        """Ways to repair prompts of segments that were read elsewhere, which a certificate of that model
+        covers
+        within the budget. Where there is none, that is counted and said once."""
+        gate = self._coding.gate
+        certificate = gate.blends(namespace) if gate else None
+        found = certificate.measured if certificate else []
+        held = budget or self._coding.budget
+        allowed = [
+            one for one in found if certificate and certificate.verdict(one.method, one.chosen, held).allowed
+        ]
+        if not allowed:
+            self._coding.may_blend(namespace, "query", 1.0, "reuse", held)
+        return allowed
 
     def _find(
         self,

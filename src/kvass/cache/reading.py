@@ -19,7 +19,7 @@ from kvass.cache.staging import stage
 from kvass.chunks import as_tokens
 from kvass.errors import TierUnavailableError
 from kvass.keys import Namespace
-from kvass.provenance import codec_of_class
+from kvass.provenance import EXACT, codec_of_class
 from kvass.quality import Budget
 from kvass.tiers.base import Lease, Tier
 
@@ -83,8 +83,9 @@ class Reading(Looking):
         """Load what is exact of a match, then what is not, until that time (monotonic seconds)."""
 
         def read(part: Match, start: int, tell: Ready | None) -> LoadResult:
+            decoder = self._coding.reader(part.budget)
             loader = Loader(
-                tiers(part.namespace), self._failed, self._executor, self._coding.decoder, part, into,
+                tiers(part.namespace), self._failed, self._executor, decoder, part, into,
                 far=far, start=start, guard=self._coding.guard(part.namespace),
             )  # fmt: skip
             return loader.load(None if until is None else until - time.monotonic(), tell)
@@ -92,7 +93,7 @@ class Reading(Looking):
         below = match.beneath
         if not below:
             result = read(match, 0, ready)
-            return result._replace(exact_tokens=0 if codec_of_class(match.namespace.state) else result.tokens)
+            return result._replace(exact_tokens=result.tokens if match.namespace.state == EXACT.kind else 0)
         # with windows, how much is in place is certain at the end only
         windowed = any(group.window is not None for group in match.namespace.spec.groups)
         exact = read(below, 0, None if windowed else ready)
@@ -102,7 +103,7 @@ class Reading(Looking):
         size = exact.bytes + more.bytes
         names = exact.tiers.keys() | more.tiers.keys()
         by_tier = {name: exact.tiers.get(name, 0) + more.tiers.get(name, 0) for name in names}
-        return LoadResult(more.tokens, size, size, 0.0, by_tier, exact.tokens, more.given_up)
+        return more._replace(bytes=size, verified=size, tiers=by_tier, exact_tokens=exact.tokens)
 
     def _after_load(self, match: Match, result: LoadResult) -> None:
         """Note the use, and bring what came from a slower tier up; with what was given up, for without it

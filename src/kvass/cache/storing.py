@@ -19,6 +19,7 @@ from kvass.chunks import Tokens, as_tokens
 from kvass.container import Blob
 from kvass.errors import InputError, TierUnavailableError
 from kvass.keys import Namespace
+from kvass.provenance import Blended, is_blend
 from kvass.quality import Budget
 from kvass.tiers.base import Tier, WriteItem
 
@@ -46,12 +47,19 @@ class Storing(Tiered):
     _stalled: Future[None] | None = None
 
     def store(
-        self, tokens: TokenIds, namespace: Namespace, source: KVView, *, budget: Budget | None = None
+        self,
+        tokens: TokenIds,
+        namespace: Namespace,
+        source: KVView,
+        *,
+        budget: Budget | None = None,
+        made: Blended | None = None,
     ) -> StoreTicket:
         """Keep a sequence's KV: whole chunks and the last partial one; what is there already is left.
 
-        `namespace`: of lossy state where any of it was computed upon such (`Match.upon`); it is stored then
-        only if a certificate covers it within `budget` (the settings' by default).
+        `namespace`: of approximate state where any of it was computed upon such (`Match.upon`); it is stored
+        then only if a certificate covers it within `budget` (the settings' by default). `made`: how blended
+        state was made; without it, none is stored.
         Returns once the source was copied (or the store given up, after `store_deadline`): the source may
         then be reused. The objects become visible soon after, in lower tiers later. Raises InputError for
         unusable tokens; a source that does not fit the spec is counted and logged, and nothing stored.
@@ -63,7 +71,7 @@ class Storing(Tiered):
         if self._stalled is None or self._stalled.done():  # else it would only wait behind that one
             try:
                 ticket.future = self._executor.write(
-                    lambda: self._store(array, namespace, copying, ticket, budget)
+                    lambda: self._store(array, namespace, copying, ticket, budget, made)
                 )
                 ticket.copied = copying.wait(self._store_deadline)
                 self._stalled = None if ticket.copied else ticket.future
@@ -87,11 +95,12 @@ class Storing(Tiered):
         copying: Copying,
         ticket: StoreTicket,
         budget: Budget | None,
+        made: Blended | None,
     ) -> None:
         try:
             source = copying.take()
             if source is not None and self.tiers and tokens.size:
-                self._store_now(tokens, namespace, source, copying, ticket, budget)
+                self._store_now(tokens, namespace, source, copying, ticket, budget, made)
         finally:
             copying.over()
 
@@ -103,8 +112,13 @@ class Storing(Tiered):
         copying: Copying,
         ticket: StoreTicket,
         budget: Budget | None,
+        made: Blended | None,
     ) -> None:
-        first, *below = [self._coding.target(tier.name, namespace, budget=budget) for tier in self.tiers]
+        if is_blend(namespace.state) and made is None:
+            return
+        first, *below = [
+            self._coding.target(tier.name, namespace, budget=budget, made=made) for tier in self.tiers
+        ]
         if first is None:  # those below store by the same lossy codec, then
             return
         items = sequence_items(tokens, first, self.shards, source, self.chunk_tokens, copying)

@@ -8,11 +8,12 @@ from kvass.cache.looking import TokenIds
 from kvass.cache.moving import FAILURES
 from kvass.cache.pool import Pool
 from kvass.cache.reading import STAGE_SECONDS, Reading
-from kvass.chunks import Tokens, as_tokens
+from kvass.chunks import Tokens, as_tokens, common_prefix
 from kvass.codecs.registry import NotDecodableError, is_lossless
+from kvass.container import read_header
 from kvass.errors import CorruptObjectError
-from kvass.keys import Namespace, address, chain, next_key, parse_address
-from kvass.provenance import codec_of_class
+from kvass.keys import Namespace, address, approximate_namespace, chain, next_key, parse_address
+from kvass.provenance import codec_of_class, is_blend
 from kvass.quality import Budget
 from kvass.tiers.base import Tier, Usage
 
@@ -38,14 +39,32 @@ class Upkeep(Reading):
 
     def forget(self, tokens: TokenIds, namespace: Namespace, *, keep: int = 0) -> int:
         """Delete a prompt's stored chunks from the one that holds token `keep` on, with everything stored
-        behind them, in every tier, and what lossy codecs made of them; objects deleted. Pins do not hold
-        against this."""
+        behind them, in every tier, and what lossy codecs made of them, or repair of prompts that begin with
+        them; objects deleted. Pins do not hold against this. Scans this machine's tiers."""
         array = as_tokens(tokens)
         self._executor.flush()
         until = time.monotonic() + STAGE_SECONDS
-        return sum(
-            self._forget(array, space, keep, until) for space in (namespace, *self._coding.classes(namespace))
-        )
+        spaces = [namespace, *self._coding.classes(namespace), *self._blends(array, namespace)]
+        return sum(self._forget(array, space, keep, until) for space in spaces)
+
+    def _blends(self, array: Tokens, namespace: Namespace) -> list[Namespace]:
+        """Where prompts were repaired that begin as `array` does: their roots tell nothing of them."""
+        found: dict[bytes, Namespace] = {}
+        for tier in self._here():
+            for stored in self._entries(tier):
+                entry = stored.entry
+                if entry.parent is not None or entry.root in found or entry.root == namespace.root():
+                    continue
+                try:
+                    with tier.open(entry.address) as reader:
+                        header = read_header(reader).header
+                except (KeyError, *FAILURES):
+                    continue  # gone, or to be found by whoever verifies it
+                space, size = header.namespace, min(array.size, len(header.tokens))
+                same = space.root() == approximate_namespace(namespace, space.state).root()
+                if same and is_blend(space.state) and common_prefix(as_tokens(header.tokens), array) >= size:
+                    found[entry.root] = space
+        return list(found.values())
 
     def _forget(self, array: Tokens, namespace: Namespace, keep: int, until: float) -> int:
         first = max(0, min(keep, array.size)) // self.chunk_tokens

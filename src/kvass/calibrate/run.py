@@ -6,6 +6,7 @@ from typing import Final
 
 from kvass.calibrate.certify import as_stored, guarded, measure
 from kvass.calibrate.lessons import lessons
+from kvass.calibrate.repairing import PROMPTS, measure_repair
 from kvass.calibrate.tables import LEARNT_TOKENS, make_tables
 from kvass.calibrate.tasks import fact_contexts
 from kvass.calibrate.texts import calibration_texts, held_texts, sequenced
@@ -15,10 +16,32 @@ from kvass.engines.transformers.load import LoadedModel
 from kvass.engines.transformers.probing import Probing
 from kvass.engines.transformers.runner import TransformersRunner
 from kvass.keys import Namespace
-from kvass.quality import Certificate, certify, keep_calibrated
+from kvass.quality import (
+    BlendCertificate,
+    Certificate,
+    certify,
+    certify_blends,
+    keep_blends,
+    keep_calibrated,
+)
 
 CERTIFIED: Final = ("lossless", "int8", "kivi4", "kivi2", "q1", "q2", "q3", "q4")
 """Codecs that a certificate tells of."""
+
+
+def calibrate_repair(
+    loaded: LoadedModel, namespace: Namespace, models_path: Path, *, texts: Path | None,
+    progress: Callable[[int, int], None],
+) -> tuple[Path, BlendCertificate]:  # fmt: skip
+    """Measure repair of prompts of moved segments on held texts, and keep the certificate; its folder, and
+    it.
+
+    `loaded` and `namespace` as in `calibrate`. Raises UnsupportedModelError where KV cannot be moved.
+    """
+    runner = TransformersRunner(loaded)
+    alone, measured = measure_repair(held_texts(texts), runner, progress)
+    certificate = certify_blends(namespace, PROMPTS, alone, measured)
+    return keep_blends(models_path, namespace, certificate), certificate
 
 
 def calibrate(

@@ -1,5 +1,7 @@
 """KV of segments out of a cache, where each was stored as what it is: the rest of an exact prefix."""
 
+from collections.abc import Sequence
+
 from kvass.cache import KVCache, Pool
 from kvass.chunks import Tokens
 from kvass.keys import Namespace
@@ -28,3 +30,10 @@ def stored(
         return None
     groups = range(len(namespace.spec.groups))
     return Segment(start, before.size, [pool.arrays(group, before.size, len(whole)) for group in groups])
+
+
+def segments(
+    cache: KVCache, namespaces: Sequence[Namespace], tokens: Tokens, exact: int, seconds: float | None = None
+) -> list[Segment]:
+    """Passages of a prompt behind its exact prefix that were read elsewhere."""
+    return []

@@ -21,6 +21,7 @@ from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError
 from kvass.keys import tenant_digest
 from kvass.quality import Budget
+from kvass.reuse.plan import Reuse
 from kvass.serve.common import ERROR_HANDLERS, metrics_page
 from kvass.serve.errors import ApiError, error_body
 from kvass.serve.guard import ARRIVED, TENANT
@@ -68,7 +69,10 @@ class Service:
             settings.lossy_max_kl if asked.kl is None else asked.kl,
             settings.lossy_max_facts_lost if asked.facts_lost is None else asked.facts_lost,
         )
-        return Scope(self.salt(tenant), salts, options.load, options.keep, lossy, budget)
+        anywhere = (options.reuse or settings.reuse) == "anywhere"
+        most = settings.reuse_max_fraction if options.max_fraction is None else options.max_fraction
+        reuse = Reuse(most) if anywhere else None
+        return Scope(self.salt(tenant), salts, options.load, options.keep, lossy, budget, reuse)
 
     def root(self, tenant: str) -> bytes:
         """The root of a tenant's namespace, under which its answers are remembered."""

@@ -240,6 +240,8 @@ class Run:
             "load_seconds": round(seconds, 6),
             "saved_seconds": self._speed.saved(cached, seconds),
             "exact_tokens": sum(one.exact_tokens for one in firsts),
+            "reused_tokens": sum(one.reused_tokens for one in firsts),
+            "recomputed_fraction": round(max((one.recomputed_fraction for one in firsts), default=0.0), 4),
             "provenance": ",".join([one for one in found if one != EXACT.kind] or [EXACT.kind]),
         }
 

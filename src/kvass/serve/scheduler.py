@@ -17,7 +17,7 @@ from kvass import metrics
 from kvass.cache import StoreTicket
 from kvass.engines.transformers import Answering, Engine, PromptLogits, Sampling, Scope, Step, Usage
 from kvass.errors import KvassError
-from kvass.provenance import EXACT
+from kvass.provenance import BLEND, EXACT
 
 log = logging.getLogger("kvass.serve")
 
@@ -84,7 +84,8 @@ class Job:
             return False
         if not self.answering.scope.load or not other.answering.scope.keep:
             return False
-        if other.usage.provenance != EXACT.kind and not self.answering.scope.lossy:
+        made = other.usage.provenance
+        if made != EXACT.kind and (made == BLEND or not self.answering.scope.lossy):
             return False  # what the other stores is not for this one
         first = other.usage.cached_tokens
         end = first + chunk_tokens

@@ -31,10 +31,13 @@ class Budget(BaseModel):
 
 
 class LossyOptions(KvassOptions):
-    """`lossy`: whether state of lossy codecs may be used; else as `allow_lossy` is set."""
+    """`lossy`: whether state of lossy codecs may be used; else as `allow_lossy` is set. `reuse`: `prefix`, or
+    `anywhere` in the prompt; else as `reuse` is set. `max_fraction`: how much of it may be computed anew."""
 
     lossy: bool | None = None
     budget: Budget = Budget()
+    reuse: Literal["prefix", "anywhere"] | None = None
+    max_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class CompletionOptions(LossyOptions):

@@ -12,15 +12,17 @@ import torch
 
 from kvass.cache import Match, StoreTicket
 from kvass.chunks import Tokens
+from kvass.engines.transformers.blending import blend
 from kvass.engines.transformers.hosting import Host
 from kvass.engines.transformers.identity import Identity
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.pool_cache import Interrupted, PoolCache
 from kvass.engines.transformers.sampling import Sampler, Sampling
 from kvass.engines.transformers.text import TextStream
-from kvass.keys import Namespace, lossy_namespace, tenant_digest
-from kvass.provenance import EXACT, codec_of_class
+from kvass.keys import Namespace, approximate_namespace, blend_namespace, tenant_digest
+from kvass.provenance import EXACT, Blended, blend_class, is_blend, kind_of_class
 from kvass.quality import Budget
+from kvass.reuse.plan import Reuse
 
 PromptLogits = Callable[[int, torch.Tensor], None]
 """Called with a position and the logits `[n, vocabulary]` behind the `n` prompt tokens from there on."""
@@ -31,13 +33,17 @@ class Usage:
     """What one request cost. `cached_tokens` were loaded, bytes by tier in `tiers`.
 
     The first `exact_tokens` of those were exact state. `provenance`: what the answer was computed upon,
-    `exact`, or the class of the lossy state that was loaded, such as `lossy-q2`.
-    `finish_reason`: `stop`, `length` or `cancelled` (also where the iterator was closed).
+    `exact`, the class of the lossy state that was loaded, such as `lossy-q2`, or `blend`: `reused_tokens`
+    were read elsewhere, moved, and repaired by computing `recomputed_fraction` of their layers anew, now or
+    when the state was made that was loaded. `finish_reason`: `stop`, `length` or `cancelled` (also where the
+    iterator was closed).
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     exact_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_fraction: float = 0.0
     provenance: str = EXACT.kind
     completion_tokens: int = 0
     loaded_bytes: int = 0
@@ -65,6 +71,7 @@ class Scope:
 
     `load`: use what is stored; `keep`: store what is computed. `lossy`: use state of lossy codecs too, where
     exact state ends, as far as certificates cover them within `budget` (None: that of the cache's settings).
+    `reuse`: use what was read elsewhere too, under the same budget; None: beginnings of prompts only.
     """
 
     salt: str = field(default="", repr=False)
@@ -73,6 +80,7 @@ class Scope:
     keep: bool = True
     lossy: bool = False
     budget: Budget | None = None
+    reuse: Reuse | None = None
 
 
 class Answering:
@@ -104,10 +112,13 @@ class Answering:
         self._written: list[int] = []
         self._stored = 0
         self._state: str = EXACT.kind
+        self._made: Blended | None = None
+        self._logits: torch.Tensor | None = None
         self._room = host.room(tokens, sampling.max_tokens)
         self._began = 0.0
         usage.prompt_tokens, usage.finish_reason = tokens.size, ""
         usage.exact_tokens, usage.provenance = 0, EXACT.kind
+        usage.reused_tokens, usage.recomputed_fraction = 0, 0.0
         usage.cached_tokens = usage.loaded_bytes = usage.verified_bytes = usage.completion_tokens = 0
         usage.load_seconds, usage.prefill_seconds, usage.tiers = 0.0, 0.0, {}
 
@@ -146,6 +157,8 @@ class Answering:
         tokenizer = self._host.tokenizer
         self._stream = TextStream(tokenizer, self._sampling.stop) if tokenizer is not None else None
         self._load(self._held)
+        if self._scope.reuse is not None and self._scope.load:
+            self._reuse(self._held, self._scope.reuse)
 
     def advance(self) -> Step | None:
         """Compute one slice of the prompt, or the next token; None where that was no token yet, or where
@@ -160,20 +173,27 @@ class Answering:
     def _advance(self) -> Step | None:
         held = self._held
         assert held is not None
-        if held.computed < self.tokens.size:
-            began, start = time.perf_counter(), held.computed
-            logits = self._slice(held)
-            spent = time.perf_counter() - began
-            self.usage.prefill_seconds += spent
-            self._host.pace.learn(held.computed - start, spent)
-            if logits is None:
-                return None
-            if not self._room:
+        logits: torch.Tensor | None
+        if self._logits is not None or held.computed < self.tokens.size:
+            logits = self._read(held)
+            if logits is not None and not self._room:
                 self._finish("length")
                 return None
         else:
             logits = self._host.forward([self._written[-1]], held)[-1]
-        return self._step(logits)
+        return None if logits is None else self._step(logits)
+
+    def _read(self, held: PoolCache) -> torch.Tensor | None:
+        """Read on; the logits `[vocabulary]` of the prompt's last token once these are there."""
+        if self._logits is not None:  # of a blend: all was read at once
+            logits, self._logits = self._logits, None
+            return logits
+        began, start = time.perf_counter(), held.computed
+        found = self._slice(held)
+        spent = time.perf_counter() - began
+        self.usage.prefill_seconds += spent
+        self._host.pace.learn(held.computed - start, spent)
+        return found
 
     def _slice(self, held: PoolCache) -> torch.Tensor | None:
         """One slice; the logits `[vocabulary]` of the prompt's last token once that was computed."""
@@ -213,15 +233,18 @@ class Answering:
 
     def _target(self, identity: Identity) -> Namespace:
         """Where what is computed now belongs: with exact state, or with that upon which it is computed."""
-        own, codec = self._namespace(identity, self._scope.salt), codec_of_class(self._state)
-        return own if codec is None else lossy_namespace(own, codec)
+        own = self._namespace(identity, self._scope.salt)
+        return own if self._state == EXACT.kind else approximate_namespace(own, self._state)
 
     def _allowed(self, namespaces: list[Namespace]) -> list[Namespace]:
-        """The lossy namespaces that the request may read."""
+        """The namespaces of approximate state that the request may read."""
         cache, scope = self._host.cache, self._scope
-        if cache is None or not scope.lossy:
+        if cache is None:
             return []
-        return [one for space in namespaces for one in cache.approximations(space, scope.budget)]
+        found = [blend_namespace(one, self.tokens) for one in namespaces] if scope.reuse else []
+        if scope.lossy:
+            found += [one for space in namespaces for one in cache.approximations(space, scope.budget)]
+        return found
 
     def _load(self, held: PoolCache) -> None:
         cache, identity, scope, usage = self._host.cache, self._identity, self._scope, self.usage
@@ -237,7 +260,11 @@ class Answering:
         loaded = cache.load(match, held.pool, seconds=self._host.pace.seconds(match.length))
         held.set_loaded(loaded.tokens, match.chunk_tokens)
         upon = match.upon(loaded.tokens, loaded.exact_tokens)
-        self._state = usage.provenance = upon.state
+        self._state, usage.provenance = upon.state, kind_of_class(upon.state)
+        self._made = loaded.made if is_blend(upon.state) else None
+        if self._made is not None:
+            usage.recomputed_fraction = self._made.fraction
+            usage.reused_tokens = loaded.tokens - loaded.exact_tokens
         usage.cached_tokens, usage.exact_tokens, usage.tiers = (
             loaded.tokens, loaded.exact_tokens, loaded.tiers
         )  # fmt: skip
@@ -246,6 +273,26 @@ class Answering:
         self._stored = loaded.tokens
         if upon != self._target(identity):
             self._take_over(loaded.tokens, match)
+
+    def _reuse(self, held: PoolCache, reuse: Reuse) -> None:
+        """Where exact state ends, use what was read elsewhere; the rest of the prompt is computed with it."""
+        identity, exact = self._identity, held.computed
+        if identity is None or self._state != EXACT.kind or (self._staging is not None and not exact):
+            return
+        own, *public = (self._namespace(identity, salt) for salt in (self._scope.salt, *self._scope.public))
+        done = blend(self._host, held, self.tokens, exact, [own, *public], reuse, self._scope.budget)
+        if done is None:
+            return
+        held.set_computed(self.tokens.size)
+        self._logits, self._made = done.logits, done.made
+        self._state = blend_class(self.tokens.tobytes())
+        self._stored = 0
+        usage = self.usage
+        usage.provenance, usage.exact_tokens = kind_of_class(self._state), exact
+        usage.reused_tokens, usage.recomputed_fraction = done.reused, done.made.fraction
+        usage.cached_tokens = exact + done.reused
+        usage.load_seconds += done.load_seconds
+        usage.prefill_seconds += done.repair_seconds
 
     def _take_over(self, loaded: int, match: Match) -> None:
         """What was found in public state is kept again under the tenant's own root, for chains do not cross
@@ -269,7 +316,9 @@ class Answering:
             return None  # the weights changed while the answer was under way: this KV is of neither
         everything = np.concatenate([self.tokens, np.array(self._written, np.int32)])[:computed]
         budget = None if self._state == EXACT.kind else self._scope.budget
-        self.usage.ticket = cache.store(everything, self._target(identity), held, budget=budget)
+        self.usage.ticket = cache.store(
+            everything, self._target(identity), held, budget=budget, made=self._made
+        )
         self._stored = computed
         return self.usage.ticket
 

@@ -18,6 +18,7 @@ from kvass.engines.transformers.turns import Turns
 from kvass.errors import InputError, UnsupportedModelError
 from kvass.keys import Namespace
 from kvass.quality import Budget
+from kvass.reuse.plan import Reuse
 
 _PATIENCE_SECONDS = 5.0
 """How long a consumer may look at a token while another request waits for its turn."""
@@ -110,15 +111,18 @@ class Engine:
         cancelled: threading.Event | None = None,
         lossy: bool | None = None,
         budget: Budget | None = None,
+        reuse: Reuse | None = None,
     ) -> Iterator[Step]:
         """Answer a prompt, token by token; prompt and answer are stored when the iterator ends or is closed.
 
         `usage` is filled in as things happen. Setting `cancelled` ends the answer at the next layer of the
         forward call that runs. `lossy`: whether state of lossy codecs may be used (None: as the engine is
-        set), within `budget`; see `Scope`. Raises InputError as `start` does.
+        set), within `budget`; `reuse`: passages that were read elsewhere may be; see `Scope`. Raises
+        InputError as `start` does.
         """
         cancelled = cancelled or threading.Event()
-        scope = replace(self._scope, lossy=self._scope.lossy if lossy is None else lossy, budget=budget)
+        lossy = self._scope.lossy if lossy is None else lossy
+        scope = replace(self._scope, lossy=lossy, budget=budget, reuse=reuse)
         answering = self.start(prompt, sampling, usage=usage, scope=scope, cancelled=cancelled)
         return self._steps(answering, cancelled, None)
 
@@ -129,14 +133,17 @@ class Engine:
         usage: Usage | None = None,
         cancelled: threading.Event | None = None,
         progress: Callable[[int], None] | None = None,
+        scope: Scope | None = None,
     ) -> Usage:
-        """Read a prompt and store it, without an answer. `progress(n)`: the first `n` tokens are there.
+        """Read a prompt and store it, without an answer. `progress(n)`: the first `n` tokens are there;
+        `scope`:
+        what may be used and is kept, else as the engine is set.
 
         Setting `cancelled` ends it as in `generate`, and what was read is stored. Raises InputError as
         `start` does.
         """
         usage, cancelled = usage or Usage(), cancelled or threading.Event()
-        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, cancelled=cancelled)
+        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, cancelled=cancelled, scope=scope)
         for _ in self._steps(answering, cancelled, progress):
             pass
         return usage

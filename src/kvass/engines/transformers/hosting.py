@@ -16,11 +16,13 @@ from kvass.config import Settings
 from kvass.engines.transformers.identity import Identity, identify
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel, shared_with
+from kvass.engines.transformers.movable import refuse_unmovable
 from kvass.engines.transformers.pool_cache import PoolCache, TorchPool
 from kvass.engines.transformers.sampling import Sampling
 from kvass.errors import UnsupportedModelError
 from kvass.keys import Namespace
 from kvass.models.shared import shared_namespace
+from kvass.quality import BLENDS_FILE, calibrated_folder
 from kvass.spec import KVSpec
 
 log = logging.getLogger("kvass.engines")
@@ -32,17 +34,20 @@ def kept_under(loaded: LoadedModel, settings: Settings, tenant_salt: str = "") -
     """The name under which KV of a loaded model is kept, for `Engine(shared=...)`; None: the engine's own.
 
     The one that engines share, where the operator declared their numerics equal. Else, where the settings
-    allow lossy state or a tier stores it, one by the model's files, without numerics (`Engine` puts its own
-    in): certificates are bound to the files. Raises ModelFilesError where these cannot be read, ConfigError
-    for a codec that there is not.
+    allow approximate state, a tier stores it or repair was certified, one by the model's files, without
+    numerics (`Engine` puts its own in): certificates are bound to the files. Raises ModelFilesError where
+    these cannot be read, ConfigError for a codec that there is not.
     """
     shared = shared_with(loaded, settings, tenant_salt)
     codecs = (settings.host_codec, settings.disk_codec, settings.remote_codec)
-    if shared is not None or (not settings.allow_lossy and all(map(is_lossless, codecs))):
+    asked = settings.allow_lossy or settings.reuse != "prefix" or not all(map(is_lossless, codecs))
+    if shared is not None or not (asked or (settings.models_path / "calibrated").exists()):
         return shared
     named = shared_namespace(
         loaded.directory, kv_spec(loaded.model), "", models_path=settings.models_path, tenant_salt=tenant_salt
     )
+    if not asked and not (calibrated_folder(settings.models_path, named) / BLENDS_FILE).exists():
+        return None
     return msgspec.structs.replace(named, numerics="")
 
 
@@ -74,6 +79,7 @@ class Host:
             shared = msgspec.structs.replace(shared, numerics=self._own.numerics)
         self._shared = shared
         self._warned_of = ""
+        self._movable: bool | None = None
         self._spare: list[TorchPool] = []
         self._spare_pools = spare_pools
         self._guard = threading.RLock()  # giving back may happen in the garbage collector
@@ -100,6 +106,17 @@ class Host:
                 self._warned_of = str(error)
                 log.warning("kvass: requests go without the cache: %s", error)
             return None
+
+    def movable(self) -> bool:
+        """Whether the model's KV can be moved to other positions and computed in part; tried once."""
+        if self._movable is None:
+            try:
+                refuse_unmovable(self.model, kv_spec(self.model))
+                self._movable = True
+            except UnsupportedModelError as error:
+                log.warning("kvass: nothing is reused anywhere in a prompt: %s", error)
+                self._movable = False
+        return self._movable
 
     def room(self, tokens: Tokens, wanted: int) -> int:
         """How many tokens an answer may have at most."""

@@ -196,6 +196,12 @@ class PoolCache(Cache):
             group.first_needed(length) // chunk_tokens * chunk_tokens for group in self.pool.spec.groups
         ]
 
+    def set_computed(self, length: int) -> None:
+        """Say that the first `length` tokens are in the pool, those behind what was loaded being put
+        there."""
+        for layer in self._pool_layers:
+            layer.length = length
+
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
         """What the pool holds of tokens `start` to `stop`, for `KVCache.store`."""
         held = self.pool.arrays(group, start, stop)

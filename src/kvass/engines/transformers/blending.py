@@ -1,0 +1,68 @@
+"""Answering from passages that were read elsewhere: found, moved into a request's pool, and repaired."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvass.chunks import Tokens
+from kvass.engines.transformers.hosting import Host
+from kvass.engines.transformers.pool_cache import PoolCache
+from kvass.engines.transformers.workspace import TransformersWorkspace
+from kvass.keys import Namespace
+from kvass.provenance import Blended
+from kvass.quality import Budget
+from kvass.reuse.assembly import put
+from kvass.reuse.plan import Reuse, planned
+from kvass.reuse.prompt import Prompt
+from kvass.reuse.repair import repair
+from kvass.reuse.selectors import selector
+from kvass.reuse.stored import segments
+
+
+class Blend(NamedTuple):
+    """A prompt whose KV is whole: how it was made, how many tokens were reused, and the logits `[vocabulary]`
+    behind it."""
+
+    made: Blended
+    reused: int
+    logits: torch.Tensor
+    load_seconds: float
+    repair_seconds: float
+
+
+def blend(
+    host: Host, held: PoolCache, tokens: Tokens, exact: int, namespaces: Sequence[Namespace], reuse: Reuse,
+    budget: Budget | None,
+) -> Blend | None:  # fmt: skip
+    """Complete the KV of a prompt of which the first `exact` tokens are in the pool. None, and what lies
+    behind these is not to be used, where nothing is found, or no certificate covers it.
+    """
+    cache = host.cache
+    if cache is None or not host.movable():
+        return None
+    certified = cache.repairs(namespaces[0], budget)
+    if not certified:
+        return None
+    began = time.perf_counter()
+    found = segments(cache, namespaces, tokens, exact, seconds=host.pace.seconds(tokens.size - exact))
+    if not found:
+        return None
+    prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
+    plan = planned(prompt, certified, reuse.max_fraction)
+    if plan is None:
+        return None
+    workspace = TransformersWorkspace(host.model, held.pool)
+    for group in range(len(held.pool.spec.groups)):
+        workspace.arrays(group, 0, exact)
+    put(workspace, found)
+    ready = time.perf_counter()
+    done = repair(prompt, workspace, selector(plan.method), plan.fraction)
+    chosen = len(done.positions) / len(prompt.reused)
+    if chosen < plan.least:
+        return None
+    made = Blended(method=plan.method, chosen=min(1.0, chosen), fraction=done.fraction)
+    logits = torch.from_numpy(np.asarray(done.log))
+    return Blend(made, len(prompt.reused), logits, ready - began, time.perf_counter() - ready)
