@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvass.bench.blend import FRACTION, OTHERS, measured, summed_up
+from kvass.bench.blend import FRACTION, summed_up
 from kvass.bench.moved import prompts
 from kvass.calibrate.blending import (
     CONTINUED_TOKENS,
@@ -14,10 +14,13 @@ from kvass.calibrate.blending import (
     Item,
     items,
 )
+from kvass.calibrate.repairing import ALL, DEFAULTS, NONE, Compared, Way, compare
+from kvass.calibrate.repairing import summed_up as certified
 from kvass.calibrate.tasks import branch_of
 from kvass.calibrate.texts import Text, held_texts
 from kvass.engines.transformers.runner import TransformersRunner
 from kvass.errors import InputError
+from kvass.reuse.selectors import DEFAULT
 
 pytestmark = pytest.mark.model
 
@@ -78,34 +81,54 @@ def test_figures_of_one_prompt(runner):
         runner.encode("One, two, three,", begin=False), runner.encode(" four, five, six, seven", begin=False),
         [branch_of("The door of the old mill is painted", "green.", runner)],
     )  # fmt: skip
-    found = measured(item, runner, everything=True)
-    assert found["kl"]["all 1"] < 1e-5
-    assert found["charged"]["all 1"] == 1
-    assert found["charged"]["none 0"] == 0
-    assert 0 < found["kl"]["query 0.3"] < found["kl"]["none 0"] < found["kl"]["no context"]
-    assert found["facts"] == {"full": [True], "none": [True], "query": [True]}
+    most = DEFAULTS[-1]
+    found = compare(item, runner, [NONE, most, ALL], [NONE, most])
+    assert found.kl[ALL] < 1e-5
+    assert (found.fraction[ALL], found.chosen[ALL]) == (1, 1)
+    assert (found.fraction[NONE], found.chosen[NONE]) == (0, 0)
+    assert 0 < found.chosen[most] < found.fraction[most] <= most.fraction
+    assert 0 < found.kl[most] < found.kl[NONE] < found.no_context
+    assert found.top1[ALL] == 1 >= found.top1[most]
+    assert (found.full, found.kept) == ([True], {NONE: [True], most: [True]})
+
+
+def compared() -> list[Compared]:
+    """Forty prompts of which the default halves what repair by others leaves."""
+    random = np.random.default_rng(0)
+    made = []
+    for number in range(40):
+        hard = float(random.exponential())
+        kl = {NONE: hard, Way(DEFAULT, FRACTION): 0.4 * hard}
+        kl |= {Way(name, FRACTION): 0.5 * hard for name in ("boundary", "deviation", "random")}
+        if number == 0:
+            kl[ALL] = 2e-7
+        ways = dict.fromkeys(kl, 0.1)
+        kept = {NONE: [number % 2 == 0], Way(DEFAULT, FRACTION): [number != 7]}
+        made.append(Compared(kl, dict.fromkeys(kl, 0.9), ways, ways, kept, [True], 9.0))
+    return made
 
 
 def test_figures_are_summed_up_in_pairs():
-    random = np.random.default_rng(0)
-    found = []
-    for number in range(40):
-        hard = float(random.exponential())
-        kl = {"none 0": hard, f"query {FRACTION:g}": 0.4 * hard, "no context": 9.0}
-        kl |= {f"{name} {FRACTION:g}": 0.5 * hard for name in OTHERS}
-        if number == 0:
-            kl["all 1"] = 2e-7
-        charged = {key: 0.1 for key in kl if key != "no context"}
-        facts = {"full": [True], "none": [number % 2 == 0], "query": [number != 7]}
-        found.append({"kl": kl, "charged": charged, "facts": facts})
-    report = summed_up(found)
+    report = summed_up(compared())
     assert report["kl_query_vs_none"] == 0.4
     assert report["query_vs_deviation_ci_high"] < 0
     assert report["query_vs_boundary_ci_high"] < 0
     assert report["kl_all_fp32"] == 2e-7
-    assert report["recall"] == {"full": 1.0, "none": 0.5, "query": 0.975}
+    assert report["recall"] == {"full": 1.0, "none 0": 0.5, f"{DEFAULT} {FRACTION:g}": 0.975}
     assert report["recall_loss"] == 0.025
     assert report["selectors"]["no context"]["kl"][0] == 9.0
+
+
+def test_a_certificate_counts_the_facts_that_full_prefill_has_and_repair_has_not():
+    found = compared()
+    found[7].full = [False]
+    row = certified(found, Way(DEFAULT, FRACTION))
+    assert (row.method, row.facts_tried, row.facts_lost) == (DEFAULT, 39, 0)
+    assert 0.05 < row.facts_lost_high < 0.1
+    assert row.kl_low < row.kl_mean < row.kl_high
+    found[7].full = [True]
+    assert certified(found, Way(DEFAULT, FRACTION)).facts_lost == 1
+    assert certified(found, Way("boundary", FRACTION)).facts_lost_high == 1  # none was asked for
 
 
 def test_agents_prompts_recur_and_are_the_same_each_time(runner):

@@ -14,7 +14,7 @@ from kvass.codecs.registry import is_lossless
 from kvass.container import Blob, Header, read_header, verify
 from kvass.errors import ConfigError, InputError, UnsupportedModelError
 from kvass.keys import KEY_BYTES, Namespace, next_key
-from kvass.provenance import Lossy, codec_of_class
+from kvass.provenance import EXACT, Lossy
 from kvass.tiers.base import Entry, Pruning, Replacing, Tier, WriteItem
 
 _FAILURES = (*FAILURES, InputError, UnsupportedModelError)
@@ -103,7 +103,7 @@ class Converting(Reading):
         inside: list[tuple[Entry, Target]] = []
         for entry in wanted:
             header = headers[entry.address]
-            exact = codec_of_class(header.namespace.state) is None
+            exact = header.namespace.state == EXACT.kind
             if exact and not is_lossless(to):
                 lossy.append(entry)
                 continue
