@@ -131,13 +131,13 @@ def test_without_its_certificate_it_is_not_used(cache, models, make_cache) -> No
     later = make_cache(16 * MB, 16 * MB, gate=Gate(models))
     assert load(later, tokens)[1].tokens == 0
     assert load(make_cache(16 * MB, 16 * MB), tokens)[1].tokens == 0
-    assert later.repairs(SPACE, WIDE) == []
+    assert later.repairs(SPACE, "query", WIDE) == []
 
 
 def test_the_budget_says_which_repair_may_be_used(cache) -> None:
-    assert [one.chosen for one in cache.repairs(SPACE, WIDE)] == [0.036, 0.136, 0.286]
-    assert [one.chosen for one in cache.repairs(SPACE)] == [0.286]
-    assert cache.repairs(SPACE, Budget(kl=0.001)) == []
+    assert [one.chosen for one in cache.repairs(SPACE, "query", WIDE)] == [0.036, 0.136, 0.286]
+    assert [one.chosen for one in cache.repairs(SPACE, "query")] == [0.286]
+    assert cache.repairs(SPACE, "query", Budget(kl=0.001)) == []
 
 
 def test_a_lossy_tier_keeps_none_of_it(make_cache, models, monkeypatch) -> None:

@@ -92,19 +92,18 @@ class Looking(Tiered):
         names = gate.allowed(namespace, budget or self._coding.budget) if gate else []
         return [lossy_namespace(namespace, name) for name in names]
 
-    def repairs(self, namespace: Namespace, budget: Budget | None = None) -> list[BlendMeasured]:
-        """Ways to repair prompts of segments that were read elsewhere, which a certificate of that model
-        covers
-        within the budget. Where there is none, that is counted and said once."""
-        gate = self._coding.gate
+    def repairs(self, namespace: Namespace, method: str, budget: Budget | None = None) -> list[BlendMeasured]:
+        """What was measured of a way to repair prompts of moved segments, as far as a certificate of that
+        namespace's model covers it within the budget. Where there is nothing, that is counted and said once.
+        """
+        gate, held = self._coding.gate, budget or self._coding.budget
         certificate = gate.blends(namespace) if gate else None
-        found = certificate.measured if certificate else []
-        held = budget or self._coding.budget
+        found = certificate.methods(method) if certificate else []
         allowed = [
-            one for one in found if certificate and certificate.verdict(one.method, one.chosen, held).allowed
+            one for one in found if certificate and certificate.verdict(method, one.chosen, held).allowed
         ]
         if not allowed:
-            self._coding.may_blend(namespace, "query", 1.0, "reuse", held)
+            self._coding.may_blend(namespace, method, 1.0, "reuse", held)
         return allowed
 
     def _find(

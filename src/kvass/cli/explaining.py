@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
@@ -12,8 +13,13 @@ from rich.markup import escape
 from kvass.cache import KVCache
 from kvass.cache.causes import cause_of
 from kvass.cli.output import AsJson, Model, Tenant, needs_transformers, out, print_json
+from kvass.cli.strip import kinds, strip
 from kvass.config import Settings
 from kvass.errors import InputError
+from kvass.keys import Namespace
+from kvass.quality import Budget, Gate
+from kvass.reuse.plan import Reuse
+from kvass.reuse.selectors import DEFAULT
 from kvass.serve.schemas import Message
 from kvass.serve.tenants import tenant_salt
 
@@ -34,11 +40,16 @@ def explain(
     messages: Annotated[
         Path | None, typer.Option(help="JSON file with a chat's messages, as a client sends them.")
     ] = None,
+    anywhere: Annotated[
+        bool, typer.Option("--anywhere", help="Show, too, what could be reused that was read elsewhere.")
+    ] = False,
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how much of a prompt is stored, where it first differs from what is, and the usual cause and fix.
 
+    With --anywhere (or the setting reuse) the prompt is drawn as a strip: its exact beginning, passages that
+    were read elsewhere, what of these is computed anew, and what is new; this runs the model over them.
     Example: kvass explain --messages chat.json
     """
     asked = _asked(prompt, file, messages)
@@ -53,7 +64,8 @@ def explain(
     settings = Settings.load()
     salt = tenant_salt(settings, tenant)
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
-    engine = Engine(loaded.model, None, tenant_salt=salt, shared=kept_under(loaded, settings, salt))
+    shared = kept_under(loaded, settings, salt)
+    engine = Engine(loaded.model, None, tenant_salt=salt, shared=shared)
     namespace = engine.namespace
     encoder = ChatEncoder(loaded, Answers(settings.state_path))  # as a server would
     if isinstance(asked, str):
@@ -63,6 +75,10 @@ def explain(
     with KVCache.open(settings) as cache:
         allowed = cache.approximations(namespace) if settings.allow_lossy else []
         found = cache.explain(tokens, namespace, context=_LOOKED_AT, approximate=allowed)
+        pieces = None
+        if anywhere or settings.reuse == "anywhere":
+            reading = Engine(loaded.model, cache, tenant_salt=salt, shared=shared)
+            pieces = _pieces(reading.start(tokens, scope=_looking(settings, salt)), namespace, settings)
     difference, cause = None, None
     if found.difference is not None:
         at, mine, other = found.difference
@@ -86,6 +102,7 @@ def explain(
                 "cause": cause.name if cause else None,
                 "fix": cause.fix if cause else None,
                 "lossy": {name: verdict._asdict() for name, verdict in found.verdicts.items()},
+                **({"anywhere": pieces} if pieces is not None else {}),
             }
         )
         return
@@ -95,9 +112,53 @@ def explain(
         out.print(f"  stored: {escape(repr(difference['stored']))}")
     if cause is not None:
         out.print(f"  cause:  {escape(cause.name)}\n  fix:    {escape(cause.fix)}")
+    if pieces is not None:
+        _draw(pieces, found.tokens, found.hit)
     for name, verdict in found.verdicts.items():
         said = "may be used" if verdict.allowed else "is not used"
         out.print(f"  {name} {said}: {escape(verdict.reason)}", soft_wrap=True)
+
+
+def _looking(settings: Settings, salt: str) -> Any:
+    """What a request may load by the settings, keeping nothing."""
+    from kvass.engines.transformers import Scope
+
+    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+    return Scope(salt, keep=False, budget=budget, reuse=Reuse(settings.reuse_max_fraction))
+
+
+def _pieces(answering: Any, namespace: Namespace, settings: Settings) -> dict[str, Any]:
+    """What a request would reuse of what was read elsewhere; and why, where that is nothing."""
+    try:
+        answering.begin()
+        blend = answering.blended
+    finally:
+        answering.close(keep=False)
+    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+    if blend is None:
+        verdict = Gate(settings.models_path).blend(namespace, DEFAULT, 1.0, budget)
+        reason = "nothing of it that is long enough was read elsewhere, or repairing it would cost too much"
+        return {"segments": [], "recomputed": [], "reason": reason if verdict.allowed else verdict.reason}
+    return {
+        "segments": [list(one) for one in blend.prompt.segments],
+        "recomputed": blend.recomputed.tolist(),
+        "recomputed_fraction": round(blend.made.fraction, 4),
+        "reason": "",
+    }
+
+
+def _draw(pieces: dict[str, Any], tokens: int, exact: int) -> None:
+    if pieces["reason"]:
+        out.print(f"  anywhere: {escape(pieces['reason'])}", soft_wrap=True)
+        return
+    recomputed = np.asarray(pieces["recomputed"], np.int64)
+    for line in strip(kinds(tokens, exact, pieces["segments"], recomputed), out.width):
+        out.print(line)
+    for start, stop in pieces["segments"]:
+        inside = int(((recomputed >= start) & (recomputed < stop)).sum())
+        out.print(
+            f"  {start:,} to {stop - 1:,}: {stop - start:,} tokens read elsewhere, {inside:,} computed anew"
+        )
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:

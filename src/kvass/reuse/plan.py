@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from kvass.quality import SHARE_ROUNDING, BlendMeasured
 from kvass.reuse.prompt import Prompt
-from kvass.reuse.selectors import DEFAULT
 
 LEAST_REUSED = 128
 """Fewer tokens in segments are not worth the trouble."""
@@ -30,14 +29,15 @@ def planned(prompt: Prompt, certified: Sequence[BlendMeasured], most: float) -> 
     """The least repair of a prompt that is certified, within the fraction that is allowed; None where that is
     not enough, and the prompt has to be read.
 
-    `certified`: what the budget admits. Figures are of the share of tokens that is computed anew; choosing
-    them may cost more or less here than it did when they were measured: all that is new, per token reused.
+    `certified`: what the budget admits, of one selector. Figures are of the share of tokens that is computed
+    anew; choosing them may cost more or less here than it did when they were measured: all that is new, per
+    token reused.
     """
     reused = len(prompt.reused)
     if reused < LEAST_REUSED:
         return None
     choosing = len(prompt.new) / reused
     for one in sorted(certified, key=lambda one: one.chosen):
-        if one.method == DEFAULT and one.chosen + choosing <= most:
+        if one.chosen + choosing <= most:
             return Plan(one.method, one.chosen + choosing, one.chosen - SHARE_ROUNDING)
     return None

@@ -12,7 +12,7 @@ import torch
 
 from kvass.cache import Match, StoreTicket
 from kvass.chunks import Tokens
-from kvass.engines.transformers.blending import blend
+from kvass.engines.transformers.blending import Blend, blend
 from kvass.engines.transformers.hosting import Host
 from kvass.engines.transformers.identity import Identity
 from kvass.engines.transformers.layers import kv_spec
@@ -113,6 +113,7 @@ class Answering:
         self._stored = 0
         self._state: str = EXACT.kind
         self._made: Blended | None = None
+        self.blended: Blend | None = None
         self._logits: torch.Tensor | None = None
         self._room = host.room(tokens, sampling.max_tokens)
         self._began = 0.0
@@ -284,13 +285,14 @@ class Answering:
         if done is None:
             return
         held.set_computed(self.tokens.size)
+        self.blended = done
         self._logits, self._made = done.logits, done.made
         self._state = blend_class(self.tokens.tobytes())
         self._stored = 0
         usage = self.usage
         usage.provenance, usage.exact_tokens = kind_of_class(self._state), exact
-        usage.reused_tokens, usage.recomputed_fraction = done.reused, done.made.fraction
-        usage.cached_tokens = exact + done.reused
+        usage.reused_tokens, usage.recomputed_fraction = len(done.prompt.reused), done.made.fraction
+        usage.cached_tokens = exact + usage.reused_tokens
         usage.load_seconds += done.load_seconds
         usage.prefill_seconds += done.repair_seconds
 

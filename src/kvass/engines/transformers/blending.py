@@ -16,18 +16,19 @@ from kvass.provenance import Blended
 from kvass.quality import Budget
 from kvass.reuse.assembly import put
 from kvass.reuse.plan import Reuse, planned
-from kvass.reuse.prompt import Prompt
+from kvass.reuse.prompt import Positions, Prompt
 from kvass.reuse.repair import repair
-from kvass.reuse.selectors import selector
+from kvass.reuse.selectors import DEFAULT, selector
 from kvass.reuse.stored import segments
 
 
 class Blend(NamedTuple):
-    """A prompt whose KV is whole: how it was made, how many tokens were reused, and the logits `[vocabulary]`
-    behind it."""
+    """A prompt whose KV is whole: how it was made, the prompt with its segments, which positions of these
+    were computed anew, and the logits `[vocabulary]` behind it."""
 
     made: Blended
-    reused: int
+    prompt: Prompt
+    recomputed: Positions
     logits: torch.Tensor
     load_seconds: float
     repair_seconds: float
@@ -43,7 +44,7 @@ def blend(
     cache = host.cache
     if cache is None or not host.movable():
         return None
-    certified = cache.repairs(namespaces[0], budget)
+    certified = cache.repairs(namespaces[0], DEFAULT, budget)
     if not certified:
         return None
     began = time.perf_counter()
@@ -65,4 +66,4 @@ def blend(
         return None
     made = Blended(method=plan.method, chosen=min(1.0, chosen), fraction=done.fraction)
     logits = torch.from_numpy(np.asarray(done.log))
-    return Blend(made, len(prompt.reused), logits, ready - began, time.perf_counter() - ready)
+    return Blend(made, prompt, done.positions, logits, ready - began, time.perf_counter() - ready)
