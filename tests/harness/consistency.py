@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 from kvass.chunks import Tokens, as_tokens
 from kvass.container import Array, Header, empty_arrays, read_arrays, read_header
-from kvass.keys import address_text, next_key, parse_address, split_address
+from kvass.fingerprints import fingerprints_of_parts
+from kvass.keys import KEY_BYTES, address_text, next_key, parse_address, split_address
 from kvass.spec import LayerGroup
+from kvass.tiers.base import MOST_MARKS
 from kvass.tiers.directory import DirectoryTier
 from kvass.tiers.files import charge, open_object
 from kvass.tiers.index import _CHILD, _TAG_BYTES, Index, Record, _rows, pack_tokens, tree_parent
+from kvass.tiers.marks import _PLACE, is_marked
 
 from .kv import same_bits, values
 
@@ -178,6 +181,7 @@ def assert_consistent(path: Path, budget: int) -> Healed:
         found = rows_of(index)
         unpinned = {one: record._replace(pinned_until=0.0) for one, record in found.objects.items()}
         assert_same(found._replace(objects=unpinned), rows_for(stored, quarantined))
+        assert_marks(index, stored)
         assert [folder.name for folder in (path / "owners").iterdir()] == [tier._owner.id.hex()]
         assert not list((path / "owners").glob("*/tmp/*")) and not list((path / "owners").glob("*/leases/*"))
         expected = {"index", "kvass.json", "objects", "owners", "quarantine", "setup.lock"}
@@ -185,6 +189,32 @@ def assert_consistent(path: Path, budget: int) -> Healed:
         assert tier.usage().bytes <= budget
         assert blocks(path) <= budget
         return Healed(len(stored), len(without))
+
+
+def assert_marks(index: Index, stored: dict[str, Stored]) -> None:
+    """Each object has the fingerprints that its tokens and those before them have; they lead to it, unless
+    as many others have them too, and to nothing else."""
+    with index.read() as txn:
+        own = {bytes(one): bytes(raw) for one, raw in txn.cursor(index.marked)}
+        rows = {bytes(row): list(_PLACE.iter_unpack(raw)) for row, raw in txn.cursor(index.marks)}
+    led = {(row, *place) for row, places in rows.items() for place in places}
+    assert all(0 < len(places) <= MOST_MARKS for places in rows.values())
+    wanted, all_places = {}, set()
+    for text, (header, _, tokens) in stored.items():
+        one = parse_address(text)
+        if not is_marked(header.namespace, one):
+            continue
+        before = _before(stored, header)
+        (marks,) = fingerprints_of_parts(as_tokens([*before, *tokens]), [before.size])
+        root, values = header.namespace.root(), [value.to_bytes(8) for value in marks.values.tolist()]
+        if values:
+            wanted[one] = b"".join(values)
+        for value, place in zip(values, marks.places.tolist(), strict=True):
+            all_places.add((root[:8] + value, one[:KEY_BYTES], place))
+    assert own == wanted, "objects with other fingerprints than those of their tokens"
+    assert led <= all_places, "rows that lead where nothing stands"
+    for row, *_ in all_places - led:
+        assert len(rows.get(row, ())) > 0, "a fingerprint that leads nowhere"
 
 
 def assert_same(found: Rows, wanted: Rows) -> None:

@@ -510,7 +510,7 @@ def test_room_that_the_dead_reserved_is_given_back_when_it_is_needed(shm: Path) 
         with index.write() as txn:
             index.intend(txn, bytes(35), b"\xcd" * 16, 600 << 10)
         time.sleep(0.15)
-        assert all(tier.write(chain(50, 8)))
+        assert all(tier.write(chain(45, 8)))
         tier.delete([chain(1, first)[0].address for first in (7, 8)])
     assert_consistent(path, 1 << 20)
 

@@ -50,7 +50,7 @@ def run(
         },
         **summed_up(found),
     }  # fmt: skip
-    report |= moved.run(runner)
+    report |= moved.run(disk, runner)
     progress(len(asked) + 1, total)
     if rounds:
         report |= blend_time.run(

@@ -13,16 +13,16 @@ from transformers import DynamicCache
 from kvass.bench.plain import forward
 from kvass.bench.report import drop_pages, interleaved, ratio_interval, ratios
 from kvass.bench.scratch import scratch
-from kvass.cache import KVCache
+from kvass.cache import KVCache, Pool
 from kvass.chunks import as_tokens
 from kvass.engines.transformers import Engine, load_model
 from kvass.engines.transformers.pool_cache import TorchPool
 from kvass.engines.transformers.workspace import TransformersWorkspace
-from kvass.reuse.assembly import put
+from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import DEFAULT, selector
-from kvass.reuse.stored import stored
+from kvass.reuse.stored import segments as stored_segments
 from kvass.tiers.directory import DirectoryTier
 
 SEGMENTS, TOKENS, QUESTION, BEFORE = 6, 512, 32, 32
@@ -33,7 +33,7 @@ _BUDGET = 3 << 30
 def run(
     disk: Path, models_path: Path, model: str, rounds: int, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """`ttft_speedup`: seconds of the plain engine's prefill over those of looking segments up, loading them
+    """`ttft_speedup`: seconds of the plain engine's prefill over those of finding segments, loading them
     (pages dropped), putting them in place and repairing them, both in bfloat16."""
     loaded = load_model(model, dtype="bfloat16", models_path=models_path)
     random = np.random.default_rng(0)
@@ -59,19 +59,18 @@ def run(
             def blended() -> float:
                 drop_pages(tier.path)
                 began = time.perf_counter()
-                read = [
-                    stored(cache, namespace, before, one, start)
-                    for one, (start, _) in zip(segments, places, strict=True)
-                ]
-                first = stored(cache, namespace, before[:0], before, 0)
-                assert first is not None
-                put(workspace, [first, *(one for one in read if one is not None)])
+                exact = Pool(namespace.spec, BEFORE)
+                assert cache.load(cache.lookup(before, namespace), exact).tokens == BEFORE
+                groups = range(len(namespace.spec.groups))
+                first = Segment(0, 0, [exact.arrays(group, 0, BEFORE) for group in groups])
+                read = stored_segments(cache, namespace, prompt.tokens, BEFORE)
+                put(workspace, [first, *read])
                 loaded_at = time.perf_counter()
                 assert len(repair(prompt, workspace, selector(DEFAULT), _FRACTION).positions)
                 ended = time.perf_counter()
                 parts["load"].append(loaded_at - began)
                 parts["repair"].append(ended - loaded_at)
-                assert all(one is not None for one in read)
+                assert [(one.start, one.stop) for one in read] == places
                 return ended - began
 
             def plain() -> float:

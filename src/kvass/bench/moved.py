@@ -3,62 +3,89 @@
 import random
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvass.bench.scratch import scratch
+from kvass.cache import KVCache, Pool
 from kvass.calibrate.texts import held_texts
 from kvass.chunks import Tokens, as_tokens
-from kvass.reuse.known import Known
+from kvass.keys import Namespace
 from kvass.runner import ModelRunner
+from kvass.spec import KVSpec, LayerGroup
+from kvass.tiers.directory import DirectoryTier
+from kvass.tiers.index import acquire, release
 
 RUNS: Final = (64, 128, 256)
 """Tokens in a run that recurs."""
 
 _AGENTS, _TURNS = 12, 6
 _PARTS = 5
-_ROW_BYTES = 24
-"""Of an index on disk: a fingerprint, and where it stands (8 bytes, 12 and 4)."""
+_BUDGET = 1 << 30
 
 _TIMED_TOKENS = 1024
 
+_SMALL = LayerGroup(kind="attention", layers=(0,), kv_heads=1, head_dim=2, v_head_dim=2, dtype="float16")
+"""Finding looks at tokens: of the model that read them it needs nothing."""
 
-def run(runner: ModelRunner) -> dict[str, Any]:
+_SPACE = Namespace(
+    model="moved", weights="", config="", adapter="", spec=KVSpec(groups=(_SMALL,)), tenant="", numerics=""
+)
+
+
+def run(disk: Path, runner: ModelRunner) -> dict[str, Any]:
     """`recall_64` and so on: of the tokens of later prompts that lie in a run of so many which stood in an
-    earlier one (by comparing all runs), the share that is found; `find_vs_prefill`: seconds to find over
-    seconds to compute; `index_bytes_per_token`."""
-    known = Known()
+    earlier one (by comparing all runs), the share that a cache over a host tier finds, which stores each in
+    turn; `find_vs_prefill`: seconds to find over seconds to compute; `index_bytes_per_token`: of the tables
+    of fingerprints."""
     there: dict[int, set[bytes]] = {size: set() for size in RUNS}
     found = dict.fromkeys(RUNS, 0)
     recurring = dict.fromkeys(RUNS, 0)
-    seconds, asked = 0.0, 0
-    for number, prompt in enumerate(prompts(runner)):
-        began = time.perf_counter()
-        passages = known.find(prompt)
-        seconds += time.perf_counter() - began
-        asked += prompt.size
-        covered = np.zeros(prompt.size, bool)
-        for one in passages:
-            covered[one.start : one.stop] = True
-        for size in RUNS:
-            wanted = _recurring(prompt, there[size], size)
-            recurring[size] += int(wanted.sum())
-            found[size] += int((wanted & covered).sum())
-            there[size].update(_runs(prompt, size))
-        known.add(number.to_bytes(4), prompt)
+    seconds, asked, texts = 0.0, 0, list(prompts(runner))
+    with scratch(disk) as (host, _):
+        with KVCache([DirectoryTier(host / "tier", _BUDGET, name="host")]) as cache:
+            for prompt in texts:
+                began = time.perf_counter()
+                passages = cache.passages(prompt, _SPACE)
+                seconds += time.perf_counter() - began
+                asked += prompt.size
+                covered = np.zeros(prompt.size, bool)
+                for one in passages:
+                    covered[one.start : one.stop] = True
+                for size in RUNS:
+                    wanted = _recurring(prompt, there[size], size)
+                    recurring[size] += int(wanted.sum())
+                    found[size] += int((wanted & covered).sum())
+                    there[size].update(_runs(prompt, size))
+                cache.store(prompt, _SPACE, Pool(_SPACE.spec, prompt.size)).wait()
+        index_bytes = _index_bytes(host / "tier")
     began = time.perf_counter()
     runner.prefill(prompt[:_TIMED_TOKENS].tolist())
     computing = (time.perf_counter() - began) / min(_TIMED_TOKENS, prompt.size)
     return {
         **{f"recall_{size}": round(found[size] / recurring[size], 4) for size in RUNS},
         "find_vs_prefill": round(seconds / asked / computing, 6),
-        "index_bytes_per_token": round(known.rows * _ROW_BYTES / known.tokens, 3),
+        "index_bytes_per_token": round(index_bytes / asked, 3),
         "moved_setting": {
-            "prompts": number + 1, "tokens": asked, "recurring": {str(k): v for k, v in recurring.items()},
+            "prompts": len(texts), "tokens": asked, "recurring": {str(k): v for k, v in recurring.items()},
             "found_tokens_per_second": round(asked / seconds),
         },
     }  # fmt: skip
+
+
+def _index_bytes(tier: Path) -> int:
+    """Bytes of the pages of a tier's tables of fingerprints."""
+    index = acquire(tier / "index", durable=False)
+    try:
+        with index.read() as txn:
+            tables = [txn.stat(table) for table in (index.marks, index.marked)]
+        kinds = ("branch_pages", "leaf_pages", "overflow_pages")
+        return sum(table["psize"] * table[kind] for table in tables for kind in kinds)
+    finally:
+        release(index)
 
 
 def prompts(runner: ModelRunner) -> Iterable[Tokens]:

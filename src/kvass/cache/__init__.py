@@ -8,6 +8,7 @@ from kvass.cache.loading import LoadResult
 from kvass.cache.looking import TokenIds
 from kvass.cache.match import Match
 from kvass.cache.pace import Pace
+from kvass.cache.passages import Passage
 from kvass.cache.pool import KVView, Pool
 from kvass.cache.storing import StoreTicket
 
@@ -20,6 +21,7 @@ __all__ = [
     "LoadResult",
     "Match",
     "Pace",
+    "Passage",
     "Pool",
     "RecodeCounts",
     "StoreTicket",

@@ -3,6 +3,7 @@
 import logging
 from typing import Self
 
+from kvass.cache.anywhere import Anywhere
 from kvass.cache.converting import Converting
 from kvass.cache.storing import Storing
 from kvass.cache.upkeep import Upkeep
@@ -18,7 +19,7 @@ from kvass.tiers.remotes import configured
 log = logging.getLogger("kvass.cache")
 
 
-class KVCache(Storing, Converting, Upkeep):
+class KVCache(Storing, Converting, Upkeep, Anywhere):
     """Keeps KV in tiers, fastest first. Safe for several threads; several processes may share tiers.
 
     Nothing here raises because of a tier: what cannot be read is a miss, what cannot be stored is

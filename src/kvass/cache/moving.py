@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from kvass.cache.blobs import NO_BLOB, ChunkBlob, TierBlob
 from kvass.cache.coding import Target
@@ -13,8 +14,10 @@ from kvass.cache.pool import KVView
 from kvass.chunks import Tokens, as_tokens
 from kvass.container import MAX_HEADER_BYTES, read_header
 from kvass.errors import CorruptObjectError, InputError, TierError
+from kvass.fingerprints import SHORTEST, fingerprints_of_parts
 from kvass.keys import KEY_BYTES, Namespace, address, chain, next_key, split_address
 from kvass.tiers.base import Run, Tier, WriteItem
+from kvass.tiers.marks import is_marked
 
 FAILURES = (TierError, CorruptObjectError, OSError)
 """What a tier may answer with; to the cache each of them is a miss."""
@@ -50,6 +53,7 @@ def sequence_items(
     if tokens.size % chunk_tokens:
         tail = tokens[len(keys) * chunk_tokens :]
         keys.append(next_key(keys[-1] if keys else root, tail.tobytes(), tail.size))
+    marks = fingerprints_of_parts(tokens, range(0, tokens.size, chunk_tokens))
     items = []
     for chunk, key in enumerate(keys):
         start = chunk * chunk_tokens
@@ -59,7 +63,8 @@ def sequence_items(
             parent = address(keys[chunk - 1], group, shard) if chunk else None
             blob = ChunkBlob(target, one, parent, root, start, part, source, tokens.size)
             held = part if group == 0 else None
-            items.append(WriteItem(one, parent, root, start, part.size, held, copying.wrap(blob)))
+            led = marks[chunk] if is_marked(namespace, one) else None
+            items.append(WriteItem(one, parent, root, start, part.size, held, copying.wrap(blob), led))
     return items
 
 
@@ -125,15 +130,19 @@ def promotions(
 def _promoted(tier: Tier, match: Match, piece: Piece) -> WriteItem | None:
     _, group, shard = split_address(piece.address)
     parent = address(match.keys[piece.chunk - 1], group, shard) if piece.chunk else None
-    tokens = None
+    tokens = marks = None
     if piece.group == 0:
         tokens = match.tokens[piece.start : piece.start + piece.stored]
         if piece.used < piece.stored:
             tokens = stored_tokens(tier, piece)
         if tokens is None or tokens.size != piece.stored:
             return None
+        if is_marked(match.namespace, piece.address):
+            before = match.tokens[: piece.start][-SHORTEST:]
+            whole = np.concatenate([before, tokens])
+            (marks,) = fingerprints_of_parts(whole, [before.size])
     return WriteItem(
-        piece.address, parent, match.namespace.root(), piece.start, piece.stored, tokens, NO_BLOB
+        piece.address, parent, match.namespace.root(), piece.start, piece.stored, tokens, NO_BLOB, marks
     )
 
 

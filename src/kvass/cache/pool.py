@@ -47,10 +47,12 @@ class Scratch:
 
 
 class Pool:
-    """`k` and `v` of every group for up to `capacity` tokens, `[layers, capacity, kv_heads, dim]`."""
+    """`k` and `v` of every group for up to `capacity` tokens, `[layers, capacity, kv_heads, dim]`; of a
+    sequence's tokens from `start` on."""
 
-    def __init__(self, spec: KVSpec, capacity: int):
+    def __init__(self, spec: KVSpec, capacity: int, start: int = 0):
         self.spec = spec
+        self.start = start
         self.capacity = capacity
         self._arrays = [
             {name: np.zeros(group.shape(name, capacity), numpy_dtype(group.dtype)) for name in ("k", "v")}
@@ -59,9 +61,12 @@ class Pool:
 
     def arrays(self, group: int, start: int, stop: int) -> dict[str, Array]:
         """Views of tokens `start` to `stop`. Raises InputError beyond the capacity."""
-        if not 0 <= start <= stop <= self.capacity:
-            raise InputError(f"tokens {start}..{stop} lie outside of a pool of {self.capacity}")
-        return {name: array[:, start:stop] for name, array in self._arrays[group].items()}
+        first, end = start - self.start, stop - self.start
+        if not 0 <= first <= end <= self.capacity:
+            raise InputError(
+                f"tokens {start}..{stop} lie outside of a pool of {self.capacity} from {self.start} on"
+            )
+        return {name: array[:, first:end] for name, array in self._arrays[group].items()}
 
     def fill(self, byte: int) -> None:
         """Overwrite everything, so that nothing of what was here before can be taken for loaded."""

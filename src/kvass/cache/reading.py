@@ -31,7 +31,13 @@ class Reading(Looking):
     """The half of a cache that reads: load, prefetch; stage, hold and check for promises."""
 
     def load(
-        self, match: Match, into: KVView, *, seconds: float | None = None, ready: Ready | None = None
+        self,
+        match: Match,
+        into: KVView,
+        *,
+        seconds: float | None = None,
+        ready: Ready | None = None,
+        start: int = 0,
     ) -> LoadResult:
         """Read, verify and hand over a match; several objects at once.
 
@@ -40,6 +46,8 @@ class Reading(Looking):
         of that the last 256 tokens are given up (`LoadResult.given_up`). Behind them `into` may hold
         anything. `ready(n)` is called, in order, as soon as the first `n` tokens are in place; once, at the
         end, where a group has a window. What is in remote tiers only is brought to the fastest tier first.
+        `start`: tokens of whole chunks, of an exact match, that are not wanted: they are neither read nor
+        written, count as in place, and what is behind them is not promoted.
         Never raises because of a tier. Raises InputError where `into` does not fit the spec.
         """
         nothing = LoadResult(0, 0, 0, 0.0, {})
@@ -58,11 +66,11 @@ class Reading(Looking):
                 match = match.anywhere()
                 far = self._is_far(match)
             tiers = partial(self._within, until=until)
-            result = self._load(match, into, until, ready, tiers, far=far)
+            result = self._load(match, into, until, ready, tiers, far=far, start=start)
         except TierUnavailableError:  # the cache was closed meanwhile
             return nothing
         result = result._replace(seconds=time.monotonic() - began)
-        self._after_load(match, result)
+        self._after_load(match, result, promote=not start)
         used = [tier.name for tier in self.tiers if tier.name in result.tiers]
         if used:
             metrics.load_seconds.labels(used[-1]).observe(result.seconds)
@@ -79,6 +87,7 @@ class Reading(Looking):
         tiers: Callable[[Namespace], list[Tier]],
         *,
         far: bool = False,
+        start: int = 0,
     ) -> LoadResult:
         """Load what is exact of a match, then what is not, until that time (monotonic seconds)."""
 
@@ -92,7 +101,7 @@ class Reading(Looking):
 
         below = match.beneath
         if not below:
-            result = read(match, 0, ready)
+            result = read(match, start, ready)
             return result._replace(exact_tokens=result.tokens if match.namespace.state == EXACT.kind else 0)
         # with windows, how much is in place is certain at the end only
         windowed = any(group.window is not None for group in match.namespace.spec.groups)
@@ -105,7 +114,7 @@ class Reading(Looking):
         by_tier = {name: exact.tiers.get(name, 0) + more.tiers.get(name, 0) for name in names}
         return more._replace(bytes=size, verified=size, tiers=by_tier, exact_tokens=exact.tokens)
 
-    def _after_load(self, match: Match, result: LoadResult) -> None:
+    def _after_load(self, match: Match, result: LoadResult, *, promote: bool) -> None:
         """Note the use, and bring what came from a slower tier up; with what was given up, for without it
         the next load could not tell where the sequence ends. Where nothing is left, nothing was of use."""
         if not result.tokens:
@@ -119,7 +128,7 @@ class Reading(Looking):
                     tier.touch(used)
                 except FAILURES as error:
                     self._failed(tier, "touch", error)
-        if any(tier.name in result.tiers for tier in self._local[1:]):
+        if promote and any(tier.name in result.tiers for tier in self._local[1:]):
             self._executor.background(lambda: self._copy_up(match, read))
 
     def _copy_up(self, match: Match, length: int) -> None:

@@ -17,12 +17,12 @@ from kvass.chunks import MAX_TOKEN_ID, Tokens, as_tokens, common_prefix
 from kvass.errors import TierError
 from kvass.keys import address, next_key, split_address
 from kvass.testing.clock import ManualClock
+from kvass.testing.marking import MarkingConformance
 from kvass.testing.strategies import related_tokens
 from kvass.testing.tiers import (
     ROOT,
     Broken,
     Sequencer,
-    TierConformance,
     absent,
     blob,
     content,
@@ -39,7 +39,7 @@ _EXAMPLES = settings(
 )
 
 
-class LocalTierConformance(TierConformance):
+class LocalTierConformance(MarkingConformance):
     """`controls_clock`: whether the tier takes the time from the clock it is given."""
 
     controls_clock = True

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvass.chunks import Tokens, as_tokens
 from kvass.container import Blob, Buffer
 from kvass.errors import TierUnavailableError
+from kvass.fingerprints import fingerprints_of_parts
 from kvass.keys import address, next_key
 from kvass.testing.clock import ManualClock
 from kvass.tiers.base import Pruning, Tier, WriteItem
@@ -34,7 +36,7 @@ class Broken:
         raise self._error
 
 
-class _Watched:
+class Watched:
     """A blob that looks at the tier while it is being written."""
 
     def __init__(self, data: bytes, look: Callable[[], None]):
@@ -62,7 +64,9 @@ class Sequencer(NamedTuple):
         found: list[WriteItem] = []
         keys = [self.root]
         position = 0
-        for part in cuts:
+        starts = np.cumsum([0, *(part.size for part in cuts[:-1])]).tolist() if cuts else []
+        marks = fingerprints_of_parts(np.concatenate([text(), *cuts]), starts)
+        for number, part in enumerate(cuts):
             keys.append(next_key(keys[-1], part.tobytes(), part.size))
             for group in range(self.groups):
                 parent = address(keys[-2], group) if position else None
@@ -70,6 +74,7 @@ class Sequencer(NamedTuple):
                     WriteItem(
                         address(keys[-1], group), parent, self.root, position, part.size,
                         part if group == 0 else None, blob(address(keys[-1], group), self.size),
+                        None if group else marks[number],
                     )
                 )  # fmt: skip
             position += part.size
@@ -215,7 +220,7 @@ class TierConformance:
             seen.append(not absent(tier, item.address))
 
         data = content(item.address, self.payload)
-        assert tier.write([item._replace(blob=_Watched(data, look))]) == [True]
+        assert tier.write([item._replace(blob=Watched(data, look))]) == [True]
         assert seen == [False] * 8
         assert read(tier, item.address) == data
 

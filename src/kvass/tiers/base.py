@@ -7,17 +7,19 @@ bytes that it knows to be doubtful, but it does not verify them either: whoever 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from kvass.chunks import Tokens
 from kvass.container import Blob, Reader
+from kvass.fingerprints import Fingerprints
 
 
 class WriteItem(NamedTuple):
     """One object to be stored.
 
     `parent`: address of the chunk before it, None for a sequence's first. `tokens` only for objects of
-    the primary group, whose tree answers `nearest_child`.
+    the primary group, whose tree answers `nearest_child`. `marks`: fingerprints that are to lead to it (see
+    `Marking`), places relative to its first token.
     """
 
     address: bytes
@@ -27,6 +29,7 @@ class WriteItem(NamedTuple):
     length: int
     tokens: Tokens | None
     blob: Blob
+    marks: Fingerprints | None = None
 
 
 Run = Callable[[Callable[[WriteItem], bool], Iterable[WriteItem]], Iterable[bool]]
@@ -42,6 +45,15 @@ class Child(NamedTuple):
     address: bytes
     length: int
     common: int
+
+
+class Mark(NamedTuple):
+    """A fingerprint's value stands at `place` of a stored chunk, relative to its first token: less than 0
+    where it begins in a chunk before it."""
+
+    value: int
+    address: bytes
+    place: int
 
 
 class Entry(NamedTuple):
@@ -180,3 +192,16 @@ class Pruning(Protocol):
     def delete_leaves(self, addresses: Sequence[bytes]) -> int:
         """Delete objects with every part, but none that is pinned or has something stored behind it, by
         anybody, up to this moment; how many went."""
+
+
+MOST_MARKS: Final = 4
+"""Of a fingerprint that many chunks have, a tier keeps no more than that, the latest ones."""
+
+
+@runtime_checkable
+class Marking(Protocol):
+    """A tier that finds chunks by fingerprints of their text, wherever in a sequence they stand."""
+
+    def seen(self, root: bytes, values: Sequence[int]) -> list[Mark]:
+        """Where under that root these fingerprints were stored: up to `MOST_MARKS` of each, of objects that
+        are there. Whoever asks compares the tokens. Costs an index read a value and chunk."""

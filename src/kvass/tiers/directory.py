@@ -24,8 +24,8 @@ from kvass.container import Reader
 from kvass.errors import KvassError, TierError, TierUnavailableError
 from kvass.keys import KEY_BYTES, address_text
 from kvass.policy.eviction import EvictionPolicy, lru
-from kvass.tiers import rebuild
-from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
+from kvass.tiers import marks, rebuild
+from kvass.tiers.base import Child, Entry, Lease, Mark, Run, Tier, Usage, WriteItem
 from kvass.tiers.batches import batches, by_key, sift
 from kvass.tiers.environment import Txn, destroy
 from kvass.tiers.files import FileReader, charge, discard, on_tmpfs, open_object, others_may_write, write_all
@@ -187,6 +187,12 @@ class DirectoryTier(Tier):
         index = self._live()
         with index.read() as txn:
             return index.nearest_child(txn, parent, tokens)
+
+    def seen(self, root: bytes, values: Sequence[int]) -> list[Mark]:
+        """See `kvass.tiers.base.Marking`."""
+        index = self._live()
+        with index.read() as txn:
+            return marks.seen(index, txn, root, values)
 
     def open(self, address: bytes) -> AbstractContextManager[Reader]:
         self._live()
@@ -413,6 +419,8 @@ class DirectoryTier(Tier):
                 pinned = max(old.pinned_until for _, old in parts)
                 if pinned:
                     index.put(txn, item.address, record._replace(pinned_until=pinned))
+        if item.marks is not None:
+            marks.insert(index, txn, item.address, item.root, item.marks)
         return gone
 
     def replace(self, item: WriteItem) -> bool:

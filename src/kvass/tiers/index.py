@@ -7,6 +7,7 @@ Databases:  objects     address -> record
             intents     address -> owner, size: room reserved for a file that is being written
             quarantined file name -> size
             meta        counters and flags
+            marks, marked   see `kvass.tiers.marks`
 
 `node` is a hash of the parent's address and of the tokens before the row's span: an LMDB key holds at
 most 511 bytes, so a chunk has one row for each 148 tokens and what is left of them, be it nothing.
@@ -76,6 +77,13 @@ def pack_tokens(tokens: Tokens) -> bytes:
     return wide[:, 1:].tobytes()
 
 
+def unpack_tokens(packed: bytes) -> Tokens:
+    """The tokens that were packed."""
+    wide = np.zeros((len(packed) // _TOKEN_BYTES, 4), np.uint8)
+    wide[:, 1:] = np.frombuffer(packed, np.uint8).reshape(-1, _TOKEN_BYTES)
+    return (wide.reshape(-1).view(">u4") - 1).astype("<i4")
+
+
 def _node(parent: bytes, before: bytes) -> bytes:
     return blake3(parent + before).digest()
 
@@ -102,7 +110,9 @@ def tree_parent(parent: bytes | None, root: bytes, group: int, shard: int) -> by
 class Index(Environment):
     """The rows of one directory tier, in one LMDB environment."""
 
-    databases = ("objects", "tokens", "children", "leaves", "intents", "quarantined", "meta")
+    databases = (
+        "objects", "tokens", "children", "leaves", "intents", "quarantined", "meta", "marks", "marked",
+    )  # fmt: skip
     objects: Any
     tokens: Any
     children: Any
@@ -110,6 +120,8 @@ class Index(Environment):
     intents: Any
     quarantined: Any
     meta: Any
+    marks: Any
+    marked: Any
 
     def get(self, txn: Txn, one: bytes) -> Record | None:
         """An object's record."""

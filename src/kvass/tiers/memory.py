@@ -14,9 +14,10 @@ from kvass.chunks import Tokens, common_prefix
 from kvass.clock import Clock, system_clock
 from kvass.container import Blob, Buffer, Reader
 from kvass.errors import CorruptObjectError, KvassError, TierError, TierUnavailableError
+from kvass.fingerprints import Fingerprints
 from kvass.keys import KEY_BYTES, address, split_address
 from kvass.policy.eviction import EvictionPolicy, Facts, lru
-from kvass.tiers.base import Child, Entry, Lease, Run, Tier, Usage, WriteItem
+from kvass.tiers.base import MOST_MARKS, Child, Entry, Lease, Mark, Run, Tier, Usage, WriteItem
 
 log = logging.getLogger("kvass.tiers")
 
@@ -94,6 +95,7 @@ class MemoryTier(Tier):
         self._used = 0
         self._parts: dict[bytes, list[bytes]] = {}
         self._siblings: dict[bytes, list[tuple[list[int], bytes]]] = {}
+        self._marks: dict[tuple[bytes, int], list[tuple[bytes, int]]] = {}
         self._closed = False
 
     def _open_or_raise(self) -> None:
@@ -118,6 +120,12 @@ class MemoryTier(Tier):
                 if common and (best is None or common > best.common):
                     best = Child(found, stored.size, common)
             return best
+
+    def seen(self, root: bytes, values: Sequence[int]) -> list[Mark]:
+        """See `kvass.tiers.base.Marking`."""
+        with self._lock:
+            self._open_or_raise()
+            return [Mark(value, *place) for value in values for place in self._marks.get((root, value), ())]
 
     def open(self, address: bytes) -> AbstractContextManager[Reader]:
         with self._lock:
@@ -185,6 +193,11 @@ class MemoryTier(Tier):
             bisect.insort(
                 self._siblings.setdefault(self._node(item), []), (item.tokens.tolist(), item.address)
             )
+        if item.marks is not None:
+            for place, value in zip(item.marks.places.tolist(), item.marks.values.tolist(), strict=True):
+                places = self._marks.setdefault((item.root, value), [])
+                places.append((item.address, place))
+                del places[:-MOST_MARKS]
         metrics.store_bytes.labels(self.name).inc(len(data))
 
     def _supersede(self, item: WriteItem) -> float:
@@ -224,7 +237,18 @@ class MemoryTier(Tier):
                 siblings.remove((held.item.tokens.tolist(), part))
                 if not siblings:
                     del self._siblings[self._node(held.item)]
+            if held.item.marks is not None:
+                self._unmark(held.item, held.item.marks)
         return gone
+
+    def _unmark(self, item: WriteItem, marks: Fingerprints) -> None:
+        for value in marks.values.tolist():
+            row = item.root, value
+            left = [place for place in self._marks.get(row, ()) if place[0] != item.address]
+            if left:
+                self._marks[row] = left
+            else:
+                self._marks.pop(row, None)
 
     def _make_room(self, size: int, keep: set[bytes]) -> bool:
         if size > self._budget:
@@ -335,6 +359,7 @@ class MemoryTier(Tier):
             self._objects.clear()
             self._parts.clear()
             self._siblings.clear()
+            self._marks.clear()
             self._used = 0
 
 

@@ -14,6 +14,7 @@ from kvass.container import read_header
 from kvass.errors import CorruptObjectError, InputError, TierError, TierUnavailableError
 from kvass.keys import FORMAT_VERSION, address_text, next_key, parse_address, split_address
 from kvass.tiers import index as index_module
+from kvass.tiers import marks
 from kvass.tiers.environment import IndexDamagedError, Txn, destroy
 from kvass.tiers.files import charge, discard, open_object
 from kvass.tiers.index import Index, Record
@@ -124,7 +125,7 @@ def _rebuild(base: Path, name: str, index: Index) -> None:
 
 def _enter(base: Path, index: Index, txn: Txn, path: Path) -> None:
     try:
-        one, record, tokens = _describe(base, path)
+        one, record, tokens, marked = _describe(base, path)
     except (FileNotFoundError, CorruptObjectError, InputError, TierError):
         return  # evicted or quarantined meanwhile, by a process that has the old index
     if record.parent:
@@ -134,12 +135,14 @@ def _enter(base: Path, index: Index, txn: Txn, path: Path) -> None:
             return
     # What an object supersedes stays: its children come only later.
     index.insert(txn, one, record, tokens)
+    if marked and tokens is not None:
+        marks.insert(index, txn, one, record.root, marks.marks_of(index, txn, record.parent, tokens))
     index.add_usage(txn, record.size, 0)
 
 
-def _describe(base: Path, path: Path) -> tuple[bytes, Record, Tokens | None]:
-    """Address, record and tokens of an object file. Raises CorruptObjectError or InputError for one whose
-    name, place and content do not belong together."""
+def _describe(base: Path, path: Path) -> tuple[bytes, Record, Tokens | None, bool]:
+    """Address, record and tokens of an object file, and whether fingerprints lead to it. Raises
+    CorruptObjectError or InputError for one whose name, place and content do not belong together."""
     with open_object(path) as reader:
         header = read_header(reader).header
         size = reader.size
@@ -158,7 +161,7 @@ def _describe(base: Path, path: Path) -> tuple[bytes, Record, Tokens | None]:
     record = Record(
         charge(size), tokens.size, header.position, 0, changed, changed, 0.0, parent, root
     )  # fmt: skip
-    return one, record, tokens if group == 0 else None
+    return one, record, tokens if group == 0 else None, marks.is_marked(header.namespace, one)
 
 
 def set_aside(base: Path, path: Path) -> Path | None:

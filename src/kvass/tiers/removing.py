@@ -11,7 +11,7 @@ from kvass import metrics
 from kvass.clock import Clock
 from kvass.keys import KEY_BYTES
 from kvass.policy.eviction import EvictionPolicy, Facts
-from kvass.tiers import rebuild
+from kvass.tiers import marks, rebuild
 from kvass.tiers.environment import Txn
 from kvass.tiers.files import charge, discard
 from kvass.tiers.index import Index
@@ -21,7 +21,8 @@ _LOOKS = 1024
 """Leaves looked at before room is given up on, when leases and pins hold them."""
 _UNLINKS = 8
 """Files removed inside one write transaction: all other writers wait meanwhile."""
-_INDEX_SLACK = 1 << 20
+_INDEX_SLACK = 4 << 20
+"""What the index may grow by in one transaction: its rows lie scattered, and a changed page is a new one."""
 
 
 class Remover:
@@ -62,6 +63,7 @@ class Remover:
         for one, record in parts:
             discard(rebuild.object_path(self._path, one))
             index.remove(txn, one, record)
+            marks.remove(index, txn, one, record.root)
         return len(parts)
 
     def evict(self, index: Index, txn: Txn, lacking: int, keep: set[bytes]) -> int:

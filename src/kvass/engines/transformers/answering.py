@@ -280,8 +280,8 @@ class Answering:
         identity, exact = self._identity, held.computed
         if identity is None or self._state != EXACT.kind or (self._staging is not None and not exact):
             return
-        own, *public = (self._namespace(identity, salt) for salt in (self._scope.salt, *self._scope.public))
-        done = blend(self._host, held, self.tokens, exact, [own, *public], reuse, self._scope.budget)
+        own = self._namespace(identity, self._scope.salt)
+        done = blend(self._host, held, self.tokens, exact, own, reuse, self._scope.budget)
         if done is None:
             return
         held.set_computed(self.tokens.size)

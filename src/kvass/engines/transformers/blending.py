@@ -1,7 +1,6 @@
 """Answering from passages that were read elsewhere: found, moved into a request's pool, and repaired."""
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +34,7 @@ class Blend(NamedTuple):
 
 
 def blend(
-    host: Host, held: PoolCache, tokens: Tokens, exact: int, namespaces: Sequence[Namespace], reuse: Reuse,
+    host: Host, held: PoolCache, tokens: Tokens, exact: int, namespace: Namespace, reuse: Reuse,
     budget: Budget | None,
 ) -> Blend | None:  # fmt: skip
     """Complete the KV of a prompt of which the first `exact` tokens are in the pool. None, and what lies
@@ -44,11 +43,11 @@ def blend(
     cache = host.cache
     if cache is None or not host.movable():
         return None
-    certified = cache.repairs(namespaces[0], DEFAULT, budget)
+    certified = cache.repairs(namespace, DEFAULT, budget)
     if not certified:
         return None
     began = time.perf_counter()
-    found = segments(cache, namespaces, tokens, exact, seconds=host.pace.seconds(tokens.size - exact))
+    found = segments(cache, namespace, tokens, exact, seconds=host.pace.seconds(tokens.size - exact))
     if not found:
         return None
     prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])

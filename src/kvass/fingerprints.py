@@ -5,6 +5,8 @@ consecutive tokens at least one fingerprint is kept, and which one depends on th
 that have as many in common have it in common too. About one token in 17 gets one.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -39,16 +41,44 @@ def fingerprints(tokens: Tokens) -> Fingerprints:
     Values are no cryptographic hashes: whoever finds equal ones compares the tokens.
     """
     values = _grams(tokens)
+    return _kept(values, _chosen(values), -1)
+
+
+def fingerprints_of_parts(tokens: Tokens, starts: Sequence[int]) -> list[Fingerprints]:
+    """Those of a text's parts, which begin at `starts` (rising) and end where the next one does, or the text.
+
+    A part has those that `SHORTEST` tokens which end in it are the first to need: no more than as many tokens
+    before it have a say, and nothing behind it. Places are relative to the part, less than 0 where a gram
+    begins before it. Together parts have what the text has.
+    """
+    values = _grams(tokens)
+    chosen = _chosen(values) if tokens.size >= SHORTEST else np.empty(0, np.int64)
+    found = []
+    for start, stop in pairwise([*starts, tokens.size]):
+        first, end = (max(0, at - SHORTEST + 1) for at in (start, stop))
+        kept = _kept(values, chosen[first:end], int(chosen[first - 1]) if 0 < first < end else -1)
+        found.append(kept._replace(places=kept.places - start))
+    return found
+
+
+def _chosen(values: UInt64) -> npt.NDArray[np.int64]:
+    """For each window the place of its least gram, the first of equal ones; never falling."""
     if not values.size:
-        return Fingerprints(np.empty(0, np.int64), values)
-    width = min(_WINDOW, values.size)
-    windows = np.lib.stride_tricks.sliding_window_view(values, width)
-    places = np.unique(np.arange(len(windows)) + windows.argmin(axis=1))
-    # where tokens repeat, all grams are alike, and one of a window's length is enough
-    again = (values[places[1:]] == values[places[:-1]]) & (np.diff(places) < width)
-    chain = np.concatenate([[0], np.cumsum(~again)])
-    first = places[np.concatenate([[True], ~again])]
-    places = places[(places - first[chain]) % width == 0]
+        return np.empty(0, np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(values, min(_WINDOW, values.size))
+    chosen: npt.NDArray[np.int64] = np.arange(len(windows)) + windows.argmin(axis=1)
+    return chosen
+
+
+def _kept(values: UInt64, chosen: npt.NDArray[np.int64], before: int) -> Fingerprints:
+    """Each place behind `before` once; where tokens repeat, all grams are alike, and one of a window's
+    length is enough."""
+    places = chosen[np.diff(chosen, prepend=before) > 0]
+    again = (values[places[1:]] == values[places[:-1]]) & (np.diff(places) < _WINDOW)
+    if again.any():
+        chain = np.concatenate([[0], np.cumsum(~again)])
+        first = places[np.concatenate([[True], ~again])]
+        places = places[(places - first[chain]) % _WINDOW == 0]
     return Fingerprints(places, values[places])
 
 
