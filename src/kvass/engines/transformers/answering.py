@@ -65,6 +65,8 @@ class Scope:
 
     `load`: use what is stored; `keep`: store what is computed. `lossy`: use state of lossy codecs too, where
     exact state ends, as far as certificates cover them within `budget` (None: that of the cache's settings).
+    `digests`: in place of salts, `salt` and `public` are what stands for them in a namespace
+    (`kvass.keys.tenant_digest`), as who was never told the salts has it.
     """
 
     salt: str = field(default="", repr=False)
@@ -73,6 +75,7 @@ class Scope:
     keep: bool = True
     lossy: bool = False
     budget: Budget | None = None
+    digests: bool = False
 
 
 class Answering:
@@ -209,7 +212,8 @@ class Answering:
     # -- what is stored -------------------------------------------------------------------------------
 
     def _namespace(self, identity: Identity, salt: str) -> Namespace:
-        return msgspec.structs.replace(identity.namespace, tenant=tenant_digest(salt))
+        tenant = salt if self._scope.digests else tenant_digest(salt)
+        return msgspec.structs.replace(identity.namespace, tenant=tenant)
 
     def _target(self, identity: Identity) -> Namespace:
         """Where what is computed now belongs: with exact state, or with that upon which it is computed."""

@@ -127,6 +127,7 @@ class Engine:
         prompt: TokenIds,
         *,
         usage: Usage | None = None,
+        scope: Scope | None = None,
         cancelled: threading.Event | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Usage:
@@ -136,7 +137,7 @@ class Engine:
         `start` does.
         """
         usage, cancelled = usage or Usage(), cancelled or threading.Event()
-        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, cancelled=cancelled)
+        answering = self.start(prompt, Sampling(max_tokens=0), usage=usage, scope=scope, cancelled=cancelled)
         for _ in self._steps(answering, cancelled, progress):
             pass
         return usage

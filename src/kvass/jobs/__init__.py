@@ -1,0 +1,6 @@
+"""Jobs: work that needs a model, asked for by who has none; a durable queue of it on this machine's disk."""
+
+from kvass.jobs.job import Job, model_digest
+from kvass.jobs.queue import Jobs, Outcome, Taken
+
+__all__ = ["Job", "Jobs", "Outcome", "Taken", "model_digest"]
