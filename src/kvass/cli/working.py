@@ -33,7 +33,7 @@ def worker(
     Example: kvass worker --model smollm2-135m
     """
     needs_transformers()
-    from kvass.jobs import Jobs
+    from kvass.jobs import Jobs, Worker, model_digest
 
     settings = Settings.load()
     jobs = Jobs.open(settings)
@@ -45,8 +45,7 @@ def worker(
 
     from kvass.engines.transformers import Engine, load_model
     from kvass.engines.transformers.hosting import kept_under
-    from kvass.jobs import model_digest
-    from kvass.serve.worker import Worker, reading
+    from kvass.serve.worker import reading
 
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
     with KVCache.open(settings) as cache:

@@ -2,5 +2,6 @@
 
 from kvass.jobs.job import Job, model_digest
 from kvass.jobs.queue import Jobs, Outcome, Taken
+from kvass.jobs.worker import DoJob, Worker
 
-__all__ = ["Job", "Jobs", "Outcome", "Taken", "model_digest"]
+__all__ = ["DoJob", "Job", "Jobs", "Outcome", "Taken", "Worker", "model_digest"]

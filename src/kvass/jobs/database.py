@@ -38,6 +38,9 @@ _WAL_BYTES: Final = 16 << 20
 _PRIMARY: Final = 0xFF
 """SQLite's extended error codes have the plain one in their last byte."""
 
+_ERRORS: Final = (sqlite3.Error, UnicodeError)
+"""The module's own, and about text that is no UTF-8, such as in a message about a damaged schema."""
+
 _DAMAGE: Final = (
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
@@ -76,7 +79,7 @@ class Database:
         seconds, or the file cannot be used."""
         try:
             return self._answer(work, seconds)
-        except (sqlite3.Error, OSError, TierError, MemoryError) as error:
+        except (*_ERRORS, OSError, TierError, MemoryError) as error:
             metrics.errors.labels("jobs", operation).inc()
             kind = f"{operation} {type(error).__name__}"
             if kind not in self._said:
@@ -106,7 +109,7 @@ class Database:
             db = self._connected()
             try:
                 return work(db)
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 if _damaged(error):
                     self._close()
                     with self._alone():
@@ -128,8 +131,8 @@ class Database:
         with self._alone():
             try:
                 self._db = self._open()
-            except (sqlite3.Error, OtherSchemaError) as error:
-                if isinstance(error, sqlite3.Error) and not _damaged(error):
+            except (*_ERRORS, OtherSchemaError) as error:
+                if not _damaged(error):
                     raise
                 self._put_aside(error)
                 self._db = self._open()
@@ -252,8 +255,8 @@ def _schema(db: sqlite3.Connection) -> list[str]:
     return sorted(sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"))
 
 
-def _damaged(error: sqlite3.Error) -> bool:
-    """Errors without a code are of the module itself, about text that is no UTF-8."""
+def _damaged(error: Exception) -> bool:
+    """Errors without a code are not SQLite's, but about what it gave back."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & _PRIMARY in _DAMAGE
 
