@@ -340,6 +340,20 @@ def test_a_clock_that_jumps_loses_no_worker_for_good(queue: Open, clock: ManualC
     assert one.wait(name, 0) == "timeout", "the worker is known to live"
 
 
+def test_a_clock_set_back_a_little_takes_no_job_from_the_living(queue: Open, clock: ManualClock) -> None:
+    """As where two processes look at it before either has the lock."""
+    one = queue()
+    name = one.put(job(1), 60)
+    taken = one.take("w", MODEL)
+    clock.advance(-0.5)
+    one.put(job(2), 60)
+    assert one.take("v", MODEL).job == job(2)
+    assert one.done(taken)
+    clock.advance(-0.5)
+    one.put(job(3), 60)
+    assert one.wait(name, 0) == "done", "and that is remembered"
+
+
 # -- trouble ----------------------------------------------------------------------------------------
 
 
@@ -415,7 +429,7 @@ def test_a_damaged_file_is_put_aside_once(
 
 
 def test_no_noise_within_a_file_does_harm(queue: Open, tmp_path: Path) -> None:
-    """Bytes anywhere in a sound file: whatever SQLite makes of it, jobs are whole ones, and nothing raises."""
+    """Bytes anywhere in a sound file: whatever SQLite makes of it, jobs are whole, and nothing raises."""
     path = tmp_path / "jobs" / "jobs-1.sqlite"
     first = queue()
     wanted = [job(number, 300) for number in range(8)]

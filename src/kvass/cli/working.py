@@ -41,7 +41,8 @@ def worker(
         jobs.check()
     except (OSError, sqlite3.Error, TierError) as error:
         raise ConfigError(f"the queue in jobs_path {settings.jobs_path} cannot be used: {error}") from error
-    logging.basicConfig(format="%(message)s", level=log_level.upper())
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("kvass").setLevel(log_level.upper())
 
     from kvass.engines.transformers import Engine, load_model
     from kvass.engines.transformers.hosting import kept_under
@@ -50,8 +51,11 @@ def worker(
     loaded = load_model(model, dtype=dtype, models_path=settings.models_path)  # type: ignore[arg-type]
     with KVCache.open(settings) as cache:
         if not cache.tiers or not cache.tiers[0].shared:
-            why = cache.unavailable.get("host", "none is turned on")
-            raise ConfigError(f"a worker needs a host tier that others share, or a disk tier alone: {why}")
+            why = cache.unavailable.get("host", "no tier is turned on")
+            raise ConfigError(
+                f"others could not load what a worker stores: {why}; correct host_path, or turn it off with "
+                "host_bytes = 0 and let disk_path do"
+            )
         shared = kept_under(loaded, settings, settings.tenant_salt)
         engine = Engine(loaded.model, cache, tenant_salt=settings.tenant_salt, shared=shared)
         one = Worker(jobs, model_digest(engine.namespace), reading(engine))

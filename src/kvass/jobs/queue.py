@@ -86,8 +86,8 @@ class Jobs:
         return self._database.ask("put", work, None, _ASKER_SECONDS)
 
     def _put(self, db: sqlite3.Connection, name: str, raw: bytes, model: str, seconds: float) -> str | None:
-        now = self._clock()
         with writing(db):
+            now = self._clock()
             rows.tidy(db, now, self.lease_seconds)
             known = db.execute("SELECT 1 FROM jobs WHERE id = ?", (name,)).fetchone()
             if known is None and not rows.make_room(db, now, len(raw), self._most, self._most_bytes):
@@ -154,10 +154,11 @@ class Jobs:
     def _take(self, db: sqlite3.Connection, worker: str, model: str) -> Taken | None:
         now = self._clock()
         if not 0 <= now - self._told.get(worker, 0.0) < self.lease_seconds / 3:
-            self._tell(db, worker, model, now)
+            self._tell(db, worker, model)
         if not rows.anything_for(db, model, now, self.lease_seconds):
             return None
         with writing(db):
+            now = self._clock()  # again: the lock may have been long in coming
             rows.tidy(db, now, self.lease_seconds)
             found = rows.first(db, model, now)
             if found is not None:
@@ -177,9 +178,8 @@ class Jobs:
         return self._database.ask("renew", partial(self._renew, taken=taken), True, _WORKER_SECONDS)
 
     def _renew(self, db: sqlite3.Connection, taken: Taken) -> bool:
-        now = self._clock()
-        self._tell(db, taken.worker, taken.job.model, now)
-        return self._update(db, taken, "until = ?", now + self.lease_seconds)
+        self._tell(db, taken.worker, taken.job.model)
+        return self._update(db, taken, "until = ?", self.lease_seconds)
 
     def done(self, taken: Taken) -> bool:
         """What was asked for is stored. False where the job is not this worker's any more."""
@@ -190,33 +190,34 @@ class Jobs:
         return self._end(taken, "failed")
 
     def _end(self, taken: Taken, state: str) -> bool:
-        until = self._clock() + rows.REMEMBER_SECONDS
-        return self._change(taken, state, "state = ?, until = ?, size = 0, body = x''", state, until)
+        change = f"state = '{state}', until = ?, size = 0, body = x''"
+        return self._change(taken, state, change, rows.REMEMBER_SECONDS)
 
     def give_back(self, taken: Taken) -> bool:
         """Another worker is to do the job; this attempt does not count. False as for `done`."""
-        return self._change(taken, "returned", "state = 'queued', worker = '', attempts = attempts - 1")
+        change = "state = 'queued', until = ?, worker = '', attempts = attempts - 1"
+        return self._change(taken, "returned", change, 0.0)
 
-    def _change(self, taken: Taken, outcome: str, change: str, *values: object) -> bool:
+    def _change(self, taken: Taken, outcome: str, change: str, seconds: float) -> bool:
         changed = self._database.ask(
-            outcome, lambda db: self._update(db, taken, change, *values), False, _WORKER_SECONDS
+            outcome, lambda db: self._update(db, taken, change, seconds), False, _WORKER_SECONDS
         )
         if changed:
             metrics.jobs.labels(outcome).inc()
         return changed
 
-    @staticmethod
-    def _update(db: sqlite3.Connection, taken: Taken, change: str, *values: object) -> bool:
-        """Change a job as long as it is this worker's."""
+    def _update(self, db: sqlite3.Connection, taken: Taken, change: str, seconds: float) -> bool:
+        """Change a job, `until` in so many seconds, as long as it is this worker's."""
         with writing(db):
             done = db.execute(
                 f"UPDATE jobs SET {change} WHERE id = ? AND worker = ? AND state = 'taken'",  # noqa: S608
-                (*values, taken.id, taken.worker),
+                (self._clock() + seconds, taken.id, taken.worker),
             )
         return done.rowcount == 1
 
-    def _tell(self, db: sqlite3.Connection, worker: str, model: str, now: float) -> None:
+    def _tell(self, db: sqlite3.Connection, worker: str, model: str) -> None:
         with writing(db):
+            now = self._clock()
             db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?, ?)", (worker, model, now))
         self._told[worker] = now
 

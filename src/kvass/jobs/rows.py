@@ -28,7 +28,7 @@ SCHEMA: Final = (
 """`state`: queued, taken, done or failed. `until`: the end of the lease of a job that is taken, or of the
 memory of one that ended."""
 
-# What runs out, for `now` and `now + lease`: a lease that ends later than any could is none.
+# For `now` and `now + 2 * lease`: one that ends much later than any could is none.
 _LAPSED: Final = "state = 'taken' AND (until BETWEEN ? AND ?) IS NOT TRUE"
 
 
@@ -36,14 +36,14 @@ def anything_for(db: sqlite3.Connection, model: str, now: float, lease: float) -
     """Whether a worker of that model has anything to take. Writes nothing, so that idle workers hold up
     nobody."""
     query = f"SELECT 1 FROM jobs WHERE model = ? AND (state = 'queued' OR ({_LAPSED})) LIMIT 1"  # noqa: S608
-    return db.execute(query, (model, now, now + lease)).fetchone() is not None
+    return db.execute(query, (model, now, now + 2 * lease)).fetchone() is not None
 
 
 def tidy(db: sqlite3.Connection, now: float, lease: float) -> None:
     """Take jobs from the dead, fail those that outlived too many, forget what ended, drop what is too old."""
     lost = db.execute(
         f"UPDATE jobs SET state = 'queued', worker = '' WHERE {_LAPSED}",  # noqa: S608
-        (now, now + lease),
+        (now, now + 2 * lease),
     )
     failed = db.execute(
         "UPDATE jobs SET state = 'failed', until = ?, size = 0, body = x'' "
@@ -52,7 +52,7 @@ def tidy(db: sqlite3.Connection, now: float, lease: float) -> None:
     )
     db.execute(
         "DELETE FROM jobs WHERE state NOT IN ('queued', 'taken') AND (until BETWEEN ? AND ?) IS NOT TRUE",
-        (now, now + REMEMBER_SECONDS),
+        (now, now + REMEMBER_SECONDS + SKEW_SECONDS),
     )
     dropped = db.execute(
         "DELETE FROM jobs WHERE state = 'queued' AND (asked BETWEEN ? AND ?) IS NOT TRUE",

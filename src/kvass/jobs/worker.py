@@ -15,8 +15,8 @@ _LOOK_SECONDS = 0.025
 """Between two looks at a queue that has nothing to do."""
 
 DoJob = Callable[[Job, threading.Event], str | None]
-"""Does a job, and says in some words what that was; None where it ended early, since the event was set. What it
-stored is there for others when it returns. Raises KvassError where the job cannot be done."""
+"""Does a job, and says in some words what that was; None where it ended early, since the event was set. What
+it stored is there for others when it returns. Raises KvassError where the job cannot be done."""
 
 
 class Worker:
