@@ -210,7 +210,24 @@ class Settings(BaseSettings):
         default="", repr=False, description="That key itself, where upstream_api_key_file does not hold it."
     )
 
-    @field_validator("host_path", "disk_path", "models_path", "state_path")
+    jobs_path: Path = Field(
+        default_factory=lambda: cache_home() / "jobs",
+        description="Directory of the queue of jobs for `kvass worker`; on a disk of this machine.",
+    )
+    jobs_queue: int = Field(
+        default=256, ge=1, le=100_000, description="Jobs that may be queued or under way."
+    )
+    jobs_bytes: int = Field(
+        default=64 << 20, ge=1024, description="Bytes that those may have, 4 for each token of a prompt."
+    )
+    jobs_wait_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of the predicted time to compute a prompt for which a worker is waited for.",
+    )
+
+    @field_validator("host_path", "disk_path", "models_path", "state_path", "jobs_path")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()

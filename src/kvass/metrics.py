@@ -95,3 +95,19 @@ prompt_tokens = Counter(
     registry=registry,
 )
 completion_tokens = Counter("kvass_completion_tokens", "Tokens that the server wrote.", registry=registry)
+jobs = Counter(
+    "kvass_jobs",
+    "Jobs of the queue, by outcome (done, failed, returned, lost, dropped, refused).",
+    ["outcome"],
+    registry=registry,
+)
+job_wait_seconds = Histogram(
+    "kvass_job_wait_seconds",
+    "Time that somebody waited for a job, by outcome (done, failed, timeout, no worker).",
+    ["outcome"],
+    registry=registry,
+    buckets=_SECONDS,
+)
+queued_jobs = Gauge(
+    "kvass_queued_jobs", "Jobs that wait for a worker, as this process last saw.", registry=registry
+)

@@ -29,3 +29,9 @@ class Pace:
         with self._guard:
             known = self._token_seconds
         return max(_LEAST_SECONDS, known * tokens) if known else _UNKNOWN_SECONDS
+
+    def patience(self, tokens: int, share: float) -> float:
+        """Seconds to wait at most for a worker that would spare computing so many tokens: a share of what
+        that takes; none as long as nothing is known."""
+        with self._guard:
+            return share * self._token_seconds * tokens

@@ -19,6 +19,7 @@ from kvass.cli import (
     top,
     trying,
     warming,
+    working,
 )
 from kvass.cli.output import err
 from kvass.errors import KvassError
@@ -44,6 +45,7 @@ for _command in (
     warming.warm,
     serving.serve,
     serving.key,
+    working.worker,
     trying.demo,
     trying.conformance,
 ):

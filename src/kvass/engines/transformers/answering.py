@@ -72,6 +72,8 @@ class Scope:
     `load`: use what is stored; `keep`: store what is computed. `lossy`: use state of lossy codecs too, where
     exact state ends, as far as certificates cover them within `budget` (None: that of the cache's settings).
     `reuse`: use what was read elsewhere too, under the same budget; None: beginnings of prompts only.
+    `digests`: in place of salts, `salt` and `public` are what stands for them in a namespace
+    (`kvass.keys.tenant_digest`), as who was never told the salts has it.
     """
 
     salt: str = field(default="", repr=False)
@@ -81,6 +83,7 @@ class Scope:
     lossy: bool = False
     budget: Budget | None = None
     reuse: Reuse | None = None
+    digests: bool = False
 
 
 class Answering:
@@ -230,7 +233,8 @@ class Answering:
     # -- what is stored -------------------------------------------------------------------------------
 
     def _namespace(self, identity: Identity, salt: str) -> Namespace:
-        return msgspec.structs.replace(identity.namespace, tenant=tenant_digest(salt))
+        tenant = salt if self._scope.digests else tenant_digest(salt)
+        return msgspec.structs.replace(identity.namespace, tenant=tenant)
 
     def _target(self, identity: Identity) -> Namespace:
         """Where what is computed now belongs: with exact state, or with that upon which it is computed."""

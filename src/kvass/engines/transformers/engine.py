@@ -131,13 +131,12 @@ class Engine:
         prompt: TokenIds,
         *,
         usage: Usage | None = None,
+        scope: Scope | None = None,
         cancelled: threading.Event | None = None,
         progress: Callable[[int], None] | None = None,
-        scope: Scope | None = None,
     ) -> Usage:
         """Read a prompt and store it, without an answer. `progress(n)`: the first `n` tokens are there;
-        `scope`:
-        what may be used and is kept, else as the engine is set.
+        `scope`: what may be used and is kept, else as the engine is set.
 
         Setting `cancelled` ends it as in `generate`, and what was read is stored. Raises InputError as
         `start` does.
