@@ -2,21 +2,33 @@
 
 import threading
 
-from kvass.engines.transformers import Engine, Scope
+from kvass.engines.transformers import Engine, Sampling, Scope
 from kvass.errors import InputError, TierError
 from kvass.jobs import DoJob, Job
 from kvass.quality import Budget
+from kvass.reuse.plan import Reuse
 
 _VISIBLE_SECONDS = 30.0
 
 
 def reading(engine: Engine) -> DoJob:
-    """Has the engine read a job's prompt, in the name of its tenant."""
+    """Has the engine read a job's prompt, in the name of its tenant, or repair it where that is asked for."""
 
     def read(job: Job, cancelled: threading.Event) -> str | None:
-        scope = Scope(job.tenant, job.public, budget=_budget(job), digests=True)
-        usage = engine.read(job.prompt(), scope=scope, cancelled=cancelled)
-        if usage.finish_reason == "cancelled":
+        reuse = Reuse(job.max_fraction) if job.max_fraction else None
+        scope = Scope(job.tenant, job.public, budget=_budget(job), reuse=reuse, digests=True)
+        answering = engine.start(job.prompt(), Sampling(max_tokens=0), scope=scope, cancelled=cancelled)
+        usage, keep = answering.usage, False
+        try:
+            answering.begin()
+            if reuse is not None and not usage.reused_tokens:
+                raise InputError("nothing of the prompt can be reused that was read elsewhere")
+            while not answering.finished and not cancelled.is_set():
+                answering.advance()
+            keep = answering.finished
+        finally:
+            answering.close(keep=keep)
+        if not keep:
             return None
         try:
             stored = usage.ticket is None or usage.ticket.wait(_VISIBLE_SECONDS).copied
@@ -25,7 +37,9 @@ def reading(engine: Engine) -> DoJob:
         if not stored:
             raise TierError("its KV was not stored in time")
         seconds = usage.load_seconds + usage.prefill_seconds
-        return f"{usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} were stored, {seconds:.2f} s"
+        moved = f", {usage.reused_tokens:,} were read elsewhere" if usage.reused_tokens else ""
+        cached = usage.cached_tokens - usage.reused_tokens
+        return f"{usage.prompt_tokens:,} tokens, {cached:,} were stored{moved}, {seconds:.2f} s"
 
     return read
 
