@@ -19,9 +19,9 @@ SPACE = namespace()
 MODEL = model_digest(SPACE)
 
 
-def open_jobs(folder: Path, **options: Any) -> Jobs:
-    """The queue in a folder, with short leases."""
-    return Jobs(folder / "jobs", lease_seconds=LEASE, **options)
+def open_jobs(folder: Path) -> Jobs:
+    """The queue in a folder, with short leases, and patience with a busy machine."""
+    return Jobs(folder / "jobs", lease_seconds=LEASE, put_seconds=30)
 
 
 def job(number: int) -> Job:

@@ -39,7 +39,9 @@ class Queue(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="kvass-test-", dir="/dev/shm"))
         self.clock = ManualClock()
-        self.asker, self.worker = (Jobs(self.folder, most=MOST, clock=self.clock) for _ in range(2))
+        self.asker, self.worker = (
+            Jobs(self.folder, most=MOST, put_seconds=30, clock=self.clock) for _ in range(2)
+        )
         self.rows: dict[str, Row] = {}
         self.claims: list[Taken] = []
         self.count = 0

@@ -48,7 +48,9 @@ def queue(tmp_path: Path, clock: ManualClock) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def opened(folder: Path = tmp_path / "jobs", **options) -> Jobs:
-            return stack.enter_context(contextlib.closing(Jobs(folder, **{"clock": clock, **options})))
+            return stack.enter_context(
+                contextlib.closing(Jobs(folder, **{"clock": clock, "put_seconds": 30, **options}))
+            )
 
         yield opened
 
@@ -160,7 +162,7 @@ def test_who_waits_is_told_while_it_waits(queue: Open) -> None:
     began = time.monotonic()
     thread.start()
     assert asker.wait(name, 5) == "done"
-    assert 0.2 <= time.monotonic() - began < 0.6
+    assert 0.2 <= time.monotonic() - began < 3
     thread.join()
 
 
@@ -170,7 +172,7 @@ def test_who_waits_stops_at_its_deadline(queue: Open) -> None:
     name = one.put(job(1), 0.3)
     began = time.monotonic()
     assert one.wait(name, 0.3) == "timeout"
-    assert 0.3 <= time.monotonic() - began < 0.5
+    assert 0.3 <= time.monotonic() - began < 1
 
 
 def test_without_a_worker_nobody_waits(queue: Open, clock: ManualClock) -> None:
@@ -447,7 +449,7 @@ def test_no_noise_within_a_file_does_harm(queue: Open, tmp_path: Path) -> None:
         shutil.rmtree(path.parent)
         path.parent.mkdir(mode=0o700)
         path.write_bytes(raw)
-        with contextlib.closing(Jobs(path.parent, clock=ManualClock())) as one:
+        with contextlib.closing(Jobs(path.parent, clock=ManualClock(), put_seconds=30)) as one:
             for number in range(10):
                 taken = one.take(f"w{number}", MODEL)
                 if taken is not None:
@@ -481,8 +483,10 @@ def test_rows_of_nonsense_are_left_out(queue: Open, tmp_path: Path) -> None:
 
 
 def test_a_locked_file_is_a_miss_in_time(queue: Open, tmp_path: Path) -> None:
-    one, before = queue(), troubles()
-    name = one.put(job(1), 60)
+    queue().put(job(1), 60)
+    one, before = queue(put_seconds=0.25), troubles()
+    name = queue().put(job(1), 60)
+    one.wait(name, 0)
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs" / "jobs-1.sqlite", isolation_level=None)) as db:
         db.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
@@ -492,8 +496,28 @@ def test_a_locked_file_is_a_miss_in_time(queue: Open, tmp_path: Path) -> None:
         assert time.monotonic() - began < 1.0
         db.execute("ROLLBACK")
     assert troubles() >= before + 2
-    time.sleep(1.2)
-    assert one.put(job(2), 60) is not None
+    assert queue().put(job(2), 60) is not None
+
+
+def test_a_disk_that_stands_still_holds_up_nobody(queue: Open) -> None:
+    """As where a call into the file does not come back."""
+    one = queue(put_seconds=0.25)
+    name = queue().put(job(1), 60)
+    one.wait(name, 0)
+    on = threading.Event()
+    still = threading.Thread(target=one._database.ask, args=("wait", lambda db: on.wait(30), None, 0.1))
+    still.start()
+    still.join()
+    began = time.monotonic()
+    for _ in range(20):
+        assert one.put(job(2), 60) is None
+        assert one.wait(name, 60) == "failed"
+        assert one.take("w", MODEL) is None
+    assert time.monotonic() - began < 1
+    on.set()
+    end = time.monotonic() + 10
+    while one.put(job(2), 60) is None:
+        assert time.monotonic() < end, "it came back"
 
 
 def test_one_who_opens_for_ever_is_a_miss_in_time(queue: Open, tmp_path: Path) -> None:
@@ -503,14 +527,14 @@ def test_one_who_opens_for_ever_is_a_miss_in_time(queue: Open, tmp_path: Path) -
     with (tmp_path / "jobs" / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         began = time.monotonic()
-        one = queue()
+        one = queue(put_seconds=0.25)
         assert one.put(job(1), 60) is None
         assert one.wait("x", 5) == "failed"
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
         with pytest.raises((OSError, TierError)):
             one.check()
     time.sleep(1.2)
-    assert one.put(job(1), 60) is not None
+    assert queue().put(job(1), 60) is not None
 
 
 @pytest.mark.parametrize("kind", ["a file", "open to all", "below a file", "a folder in its place", "a link"])
@@ -554,7 +578,7 @@ def test_a_folder_that_is_removed_is_made_again(queue: Open, tmp_path: Path) -> 
 @pytest.mark.parametrize("leave", [0, 4096, 65536])
 def test_a_full_disk_is_a_miss(clock: ManualClock, leave: int) -> None:
     with tmpfs(2 << 20) as point:
-        with contextlib.closing(Jobs(point / "jobs", clock=clock)) as one:
+        with contextlib.closing(Jobs(point / "jobs", clock=clock, put_seconds=30)) as one:
             first = one.put(job(1, 2000), 60)
             taken = one.take("w", MODEL)
             ballast = fill(point, leave)
@@ -563,7 +587,7 @@ def test_a_full_disk_is_a_miss(clock: ManualClock, leave: int) -> None:
             one.done(taken)
             one.take("w", MODEL)
             assert one.wait(first, 0) != "failed"
-            with contextlib.closing(Jobs(point / "jobs", clock=clock)) as other:
+            with contextlib.closing(Jobs(point / "jobs", clock=clock, put_seconds=30)) as other:
                 other.put(job(50), 60)
                 other.take("v", MODEL)
             ballast.unlink()

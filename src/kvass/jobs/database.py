@@ -96,7 +96,7 @@ class Database:
         except TimeoutError:
             if not future.cancel():
                 self._late = future
-            raise
+            raise TierUnavailableError(f"no answer within {seconds:.2g} s") from None
 
     def check(self) -> None:
         """Raises OSError, sqlite3.Error or TierError, saying why the file cannot be used."""

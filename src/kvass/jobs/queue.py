@@ -16,7 +16,6 @@ from kvass.jobs.job import Job, encode
 Outcome = Literal["done", "failed", "timeout", "no worker"]
 
 _LEASE_SECONDS: Final = 10.0
-_ASKER_SECONDS: Final = 0.25
 _WORKER_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = (0.005, 0.05)
 """Between two looks of who waits: at first, and at last."""
@@ -48,13 +47,16 @@ class Jobs:
         most: int = 256,
         most_bytes: int = 64 << 20,
         lease_seconds: float = _LEASE_SECONDS,
+        put_seconds: float = 0.25,
         clock: Clock = system_clock,
     ):
         """`most`, `most_bytes`: jobs that may be queued or under way, and their bytes. `lease_seconds`: after
-        which a worker that said nothing is taken for dead; the same for all users of a folder."""
+        which a worker that said nothing is taken for dead; the same for all users of a folder.
+        `put_seconds`: how long `put` may take."""
         self._database = Database(folder / "jobs-1.sqlite", rows.SCHEMA)
         self._most = most
         self._most_bytes = most_bytes
+        self._put_seconds = put_seconds
         self._clock = clock
         self._told: dict[str, float] = {}
         self.lease_seconds = lease_seconds
@@ -83,7 +85,7 @@ class Jobs:
         """
         name, raw = encode(job)
         work = partial(self._put, name=name, raw=raw, model=job.model, seconds=deadline_seconds)
-        return self._database.ask("put", work, None, _ASKER_SECONDS)
+        return self._database.ask("put", work, None, self._put_seconds)
 
     def _put(self, db: sqlite3.Connection, name: str, raw: bytes, model: str, seconds: float) -> str | None:
         with writing(db):
@@ -113,17 +115,18 @@ class Jobs:
         found: Outcome = "failed"
         while name is not None:
             left = began + seconds - time.monotonic()
-            look: partial[Outcome] = partial(self._look, name=name)
-            patience = min(max(left, longest), _ASKER_SECONDS)
-            found = self._database.ask("wait", look, "failed", patience)
-            if found != "timeout" or left <= 0:
+            look = partial(self._look, name=name)
+            seen = self._database.ask("wait", look, None, max(left, longest))
+            late = time.monotonic() >= began + seconds
+            found = seen or ("timeout" if late else "failed")
+            if seen != "timeout" or late:
                 break
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, max(left, 0)))
             pause = min(2 * pause, longest)
         metrics.job_wait_seconds.labels(found).observe(time.monotonic() - began)
         return found
 
-    def _look(self, db: sqlite3.Connection, name: str) -> Outcome:
+    def _look(self, db: sqlite3.Connection, name: str) -> Outcome | None:
         now = self._clock()
         row = db.execute(
             "SELECT state, EXISTS (SELECT 1 FROM workers WHERE model = jobs.model AND seen BETWEEN ? AND ?) "
