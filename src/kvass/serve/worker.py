@@ -18,17 +18,17 @@ def reading(engine: Engine) -> DoJob:
         reuse = Reuse(job.max_fraction) if job.max_fraction else None
         scope = Scope(job.tenant, job.public, budget=_budget(job), reuse=reuse, digests=True)
         answering = engine.start(job.prompt(), Sampling(max_tokens=0), scope=scope, cancelled=cancelled)
-        usage, keep = answering.usage, False
+        usage, done = answering.usage, False
         try:
             answering.begin()
             if reuse is not None and not usage.reused_tokens:
                 raise InputError("nothing of the prompt can be reused that was read elsewhere")
             while not answering.finished and not cancelled.is_set():
                 answering.advance()
-            keep = answering.finished
+            done = answering.finished
         finally:
-            answering.close(keep=keep)
-        if not keep:
+            answering.close(keep=done or cancelled.is_set())
+        if not done:
             return None
         try:
             stored = usage.ticket is None or usage.ticket.wait(_VISIBLE_SECONDS).copied

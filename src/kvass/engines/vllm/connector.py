@@ -101,7 +101,9 @@ class KvassConnector(KVConnectorBase_V1, SupportsHMA):
         cache = KVCache.open(
             options.settings, chunk_tokens=plan.chunk_tokens, shards=tuple(range(plan.ranks))
         )
-        return SchedulerHalf(plan, base, cache, rules, Adapters(options.settings.models_path))
+        return SchedulerHalf(
+            plan, base, cache, rules, Adapters(options.settings.models_path), options.settings
+        )
 
     def _worker_half(self, plan: Plan, options: Options) -> WorkerHalf:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

@@ -14,6 +14,8 @@ from kvass.cache.kvcache import KVCache
 from kvass.cache.match import Match
 from kvass.cache.pace import Pace
 from kvass.chunks import as_tokens
+from kvass.config import Settings
+from kvass.engines.vllm.blending import Blends, Wish, tenant_of
 from kvass.engines.vllm.events import stored
 from kvass.engines.vllm.identity import Adapters, for_tenant
 from kvass.engines.vllm.meta import Load, Report, Store, remainder
@@ -21,6 +23,7 @@ from kvass.engines.vllm.permissions import Permissions, permissions
 from kvass.engines.vllm.plan import Plan
 from kvass.engines.vllm.stats import KvassStats
 from kvass.keys import Namespace
+from kvass.quality import Budget
 from kvass.tiers.base import Lease
 
 _LEASE_SECONDS: Final = 30.0
@@ -46,6 +49,7 @@ class Tracked:
     leased_until: float = 0.0
     staging: "Future[Match] | None" = None
     give_up_at: float = 0.0
+    wish: Wish | None = None
     failed: bool = False
     computed: int = 0
 
@@ -76,7 +80,15 @@ class Rules:
 class SchedulerHalf:
     """Lives in vLLM's scheduler process; everything is called from its one thread."""
 
-    def __init__(self, plan: Plan, base: Namespace, cache: KVCache, rules: Rules, adapters: Adapters):
+    def __init__(
+        self,
+        plan: Plan,
+        base: Namespace,
+        cache: KVCache,
+        rules: Rules,
+        adapters: Adapters,
+        settings: Settings,
+    ):
         self._plan = plan
         self._base = base
         self._cache = cache
@@ -87,6 +99,12 @@ class SchedulerHalf:
         self._loading: dict[str, Tracked] = {}
         self._busy = False
         self._pace = Pace()
+        self._blends = Blends(cache, settings, self._pace)
+        self._standard = Permissions(
+            reuse=settings.reuse == "anywhere",
+            max_fraction=settings.reuse_max_fraction,
+            budget=Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost),
+        )
         self._stepped = time.perf_counter()
         self._step_tokens = 0
         self._told: dict[str, BlockStored] = {}
@@ -99,10 +117,19 @@ class SchedulerHalf:
         """What is known of a request; found out where it is new."""
         known = self._requests.get(request.request_id)
         if known is None or known.request is not request:
-            permits = permissions(request.kv_transfer_params)
+            permits = self._permits(request)
             known = Tracked(request, self._namespace(request), permits)
             self._requests[request.request_id] = known
         return known
+
+    def _permits(self, request: Request) -> Permissions:
+        """What a request may do. Approximate state is for marked salts only; and nothing of what is computed
+        under such a one is stored, for vLLM's own blocks of it may be approximate."""
+        permits = permissions(request.kv_transfer_params, self._standard)
+        _, marked = tenant_of(request.cache_salt)
+        if marked:
+            return permits._replace(store=False, reuse=permits.reuse and self._plan.canonical)
+        return permits._replace(reuse=False)
 
     def _namespace(self, request: Request) -> Namespace | None:
         """The namespace of a request; None where its KV is not that of its tokens alone, or of unknown
@@ -116,7 +143,7 @@ class SchedulerHalf:
             or request.resumable
         ):
             return None
-        found = for_tenant(self._base, request.cache_salt)
+        found = for_tenant(self._base, tenant_of(request.cache_salt)[0])
         if request.lora_request is not None:
             adapter = self._adapters.digest(request.lora_request)
             if adapter is None:
@@ -178,6 +205,13 @@ class SchedulerHalf:
             if not self._staged(known):
                 return None
             match = self._here(tokens, namespace, limit)
+        if known.permits.reuse and match.length < limit:
+            prompt = known.request.prompt_token_ids or []
+            known.wish, better = self._blends.lookup(
+                known.wish, known.permits, namespace, prompt, match, computed,
+                lambda: 0 if self._busy else _IDLE_WAIT,
+            )  # fmt: skip
+            return better
         return match
 
     def _here(self, tokens: list[int], namespace: Namespace, limit: int) -> Match:
@@ -321,4 +355,5 @@ class SchedulerHalf:
         """Give leases and tiers back."""
         for known in self._requests.values():
             known.release()
+        self._blends.close()
         self._cache.close()
