@@ -223,9 +223,7 @@ def test_a_chat_continued_on_lossy_state_is_lossy(make_cache, models) -> None:
     result = cache.load(match, blank(SPACE, match.length))
     under = match.upon(result.tokens, result.exact_tokens)
     assert (result.tokens, under) == (4 * CHUNK, HALF)
-    cache.flush(
-        30
-    )  # while the load's chunks are still being promoted, a store has no parents for what is new
+    cache.flush(30)  # while the load's chunks are still being promoted, a store has no parents for what is new
     source = finite(tokens, SPACE)
     for array in source.arrays(0, 0, 4 * CHUNK).values():
         array[:] = rounded(array)
