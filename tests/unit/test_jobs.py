@@ -430,6 +430,18 @@ def test_a_damaged_file_is_put_aside_once(
     assert asker.wait(name, 0) == "done", "both use the new file"
 
 
+def test_who_finds_the_damage_second_leaves_the_new_file_alone(queue: Open) -> None:
+    first, second = queue(), queue()
+    first.put(job(1), 60)
+    second.wait("x", 0)
+    with first._database._alone():
+        first._database._put_aside(ValueError("seen by both"))
+    name = first.put(job(2), 60)
+    with second._database._alone():
+        second._database._put_aside(ValueError("seen by both"))
+    assert queue().take("w", MODEL).id == name
+
+
 def test_no_noise_within_a_file_does_harm(queue: Open, tmp_path: Path) -> None:
     """Bytes anywhere in a sound file: whatever SQLite makes of it, jobs are whole, and nothing raises."""
     path = tmp_path / "jobs" / "jobs-1.sqlite"
@@ -611,6 +623,33 @@ def test_a_forked_child_has_a_queue_of_its_own_and_harms_not_its_parents(queue: 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert parent.wait(name, 0) == "done"
     assert parent.put(job(3), 60) is not None
+
+
+def test_a_child_keeps_what_it_asked_for_when_its_parent_closes(queue: Open, tmp_path: Path) -> None:
+    """A file that both had open at the fork would be tidied up under the child, its log and all."""
+    parent = queue()
+    parent.put(job(1), 60)
+    (hears, says), (waits, goes) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            with contextlib.closing(Jobs(tmp_path / "jobs", clock=parent._clock, put_seconds=30)) as own:
+                put = own.put(job(2), 60) is not None
+                os.write(says, b".")
+                os.read(waits, 1)
+                code = 0 if put and own.put(job(3), 60) is not None else 2
+        finally:
+            os._exit(code)
+    os.read(hears, 1)
+    parent.close()
+    os.write(goes, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for fd in (hears, says, waits, goes):
+        os.close(fd)
+    after = queue()
+    found = [after.take("w", MODEL) for _ in range(3)]
+    assert [taken and taken.job for taken in found] == [job(1), job(2), job(3)]
 
 
 def test_a_fork_in_mid_call_leaves_the_file_to_the_parent(queue: Open, tmp_path: Path) -> None:
