@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine.tiny import WINDOW, text, tiny
-from kvass.chunks import as_tokens
 from kvass.engines.transformers import Engine
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel
@@ -20,7 +19,7 @@ from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
-from kvass.reuse.stored import stored
+from kvass.reuse.stored import segments
 from kvass.runner import Branch
 
 FAMILIES = (
@@ -308,7 +307,7 @@ def test_rows_that_do_not_fit_are_refused(llama):
 
 
 class TestStored:
-    """Segments out of a cache, where each is the rest of a prefix that an engine has read."""
+    """Segments out of a cache, found in what an engine has read."""
 
     @pytest.fixture
     def engine(self, cache) -> Engine:
@@ -319,35 +318,40 @@ class TestStored:
             engine.read(one)
         engine.cache.flush()
 
-    def test_what_was_read_behind_the_same_beginning_is_found(self, engine, llama):
-        self.put_in(engine, [*PREFIX, *ONE], [*PREFIX, *TWO])
-        before = as_tokens(PREFIX)
-        found = [
-            stored(engine.cache, engine.namespace, before, as_tokens(one), start)
-            for one, (start, _) in zip((TWO, ONE), ((9, 62), (62, 132)), strict=True)
-        ]
-        tokens = [*PREFIX, *TWO, *ONE, *QUESTION]
-        prompt = Prompt(tokens, 9, [(9, 62), (62, 132)])
+    def test_what_was_read_elsewhere_is_found_and_put_together(self, engine, llama):
+        """Read behind the same beginning, behind another one, and as a part of something longer."""
+        more, other = text(90, 5), text(40, 6)
+        self.put_in(engine, [*PREFIX, *ONE], [*other, *more, *TWO], [*PREFIX, *other])
+        tokens = [*PREFIX, *more[10:85], *ONE, *QUESTION]
+        found = segments(engine.cache, engine.namespace, tokens, 9)
+        assert [(one.start, one.stop, one.read_at) for one in found] == [(9, 84, 50), (84, 154, 9)]
         workspace = llama.workspace(len(tokens))
         put(workspace, [llama.segment([], PREFIX, 0), *found])
-        own = assembled(llama, prompt)
+        own = llama.workspace(len(tokens))
+        before = [*other, *more[:10]]
+        moved = Segment(9, 50, llama.segment(before, more[10:85], 9).kv)
+        put(own, [llama.segment([], PREFIX, 0), moved, llama.segment(PREFIX, ONE, 84)])
         for name in ("k", "v"):
-            assert np.allclose(workspace.arrays(0, 0, 132)[name], own.arrays(0, 0, 132)[name], atol=1e-5)
+            assert np.allclose(workspace.arrays(0, 0, 154)[name], own.arrays(0, 0, 154)[name], atol=1e-5)
 
-    def test_what_is_not_whole_is_a_miss(self, engine):
-        self.put_in(engine, [*PREFIX, *ONE[:60]])
-        before = as_tokens(PREFIX)
-        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE), 9) is None
-        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:60]), 9) is not None
-        assert stored(engine.cache, engine.namespace, before[:0], as_tokens(ONE[:60]), 0) is None
-        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:60]), 9, seconds=0) is None
+    def test_all_of_it_computed_anew_is_full_prefill(self, engine, llama):
+        self.put_in(engine, [*text(30, 6), *ONE])
+        tokens = [*PREFIX, *ONE, *QUESTION]
+        found = segments(engine.cache, engine.namespace, tokens, 9)
+        prompt = Prompt(tokens, 9, [(one.start, one.stop) for one in found])
+        assert prompt.segments == [(9, 79)]
+        workspace = llama.workspace(len(tokens))
+        put(workspace, [llama.segment([], PREFIX, 0), *found])
+        done = repair(prompt, workspace, selector("all"), 1.0)
+        assert np.abs(done.log - llama.logits(tokens)).max() < ATOL
 
     def test_what_a_window_has_passed_over_is_a_miss(self, cache):
         engine = Engine(tiny("mistral"), cache)
-        self.put_in(engine, [*PREFIX, *ONE], [*PREFIX, *ONE[:40]])
-        before = as_tokens(PREFIX)
-        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE), 9) is None
-        assert stored(engine.cache, engine.namespace, before, as_tokens(ONE[:40]), 9) is not None
+        self.put_in(engine, [*PREFIX, *ONE])
+        asked = [*QUESTION, *ONE, 5]
+        (passage,) = cache.passages(asked, engine.namespace)
+        assert passage.tokens == len(ONE) > WINDOW
+        assert segments(cache, engine.namespace, asked, 0) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from kvass.cache import KVCache
 from kvass.chunks import Tokens
+from kvass.fingerprints import SHORTEST
 from kvass.keys import address
 from kvass.tiers.base import Child
 from kvass.tiers.directory import DirectoryTier
 
 from .consistency import Rows, opened, rows_of
-from .kv import CHUNK, load, namespace, store, text
+from .kv import CHUNK, borrow, load, namespace, store, text
 
 BUDGET = 64 << 20
 SPACE = namespace()
@@ -96,10 +97,12 @@ def use(path: str, expected: str, harm_while_open: str = "") -> None:
         cache._keep_house()
         cache.flush()
         lengths = found(cache)
+        moved = [borrow(cache, tokens[1:], SPACE) for tokens in TEXTS]
         store(cache, new, SPACE)
         assert load(cache, new, SPACE) == new.size or expected != "heals"
     if expected == "heals":
         assert lengths == ALL
+        assert moved == [tokens.size - 1 if tokens.size > SHORTEST else 0 for tokens in TEXTS]
 
 
 def _truncate(to: Callable[[int], int]) -> Callable[[Path], None]:

@@ -106,3 +106,25 @@ def load(cache: KVCache, tokens: Tokens, space: Namespace) -> int:
                 f"{name} of group {number} is wrong in {loaded} tokens"
             )
     return loaded
+
+
+def borrow(cache: KVCache, tokens: Tokens, space: Namespace) -> int:
+    """Find a sequence's passages and load them; how many tokens, all of them right byte for byte.
+
+    Raises AssertionError for a wrong one.
+    """
+    found, total = cache.passages(tokens, space), 0
+    group = space.spec.groups[0]  # no window: it has all
+    for passage, match in zip(found, cache.donors(found, space), strict=True):
+        if match is None:
+            continue
+        place, end = passage.place, passage.end
+        assert np.array_equal(match.tokens[place:end], tokens[passage.start : passage.stop])
+        start = place // match.chunk_tokens * match.chunk_tokens
+        pool = Pool(space.spec, end - start, start)
+        pool.fill(0xA5)
+        loaded = cache.load(match, pool, start=start).tokens
+        for name, array in pool.arrays(0, start, loaded).items():
+            assert same_bits(array, values(group, name, match.tokens, start, loaded)), f"{name} is wrong"
+        total += max(0, loaded - place)
+    return total

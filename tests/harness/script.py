@@ -14,7 +14,7 @@ from kvass.tiers.environment import Environment, Txn
 
 from .consistency import assert_consistent
 from .faults import Faults, dying
-from .kv import CHUNK, load, namespace, store, text
+from .kv import CHUNK, borrow, load, namespace, store, text
 
 _open, _fstat = os.open, os.fstat
 
@@ -22,6 +22,8 @@ BUDGET = 320 << 10
 HEADS = 4
 SPACE = namespace(HEADS)
 OLD = text(0, 0, 24)
+LONG = text(4, 0, 80)
+"""Fingerprints lead to it."""
 
 
 def prepare(path: Path) -> None:
@@ -56,6 +58,10 @@ def tried(cache: KVCache, tier: DirectoryTier) -> None:
     spoil(cache, tier)
     cache.verify()
     cache.forget(text(2, 0, 20), SPACE)
+    store(cache, LONG, SPACE)
+    borrow(cache, LONG[3:], SPACE)
+    cache.forget(LONG, SPACE, keep=48)
+    borrow(cache, LONG[3:], SPACE)
     list(cache.entries())
     cache.stats()
     cache._keep_house()
@@ -66,6 +72,7 @@ def assert_all_is_well(path: Path) -> None:
     with KVCache([DirectoryTier(path, BUDGET, name="later")], chunk_tokens=CHUNK) as cache:
         cache.verify()  # takes what the run spoiled out of the way, where that did not come to it
         assert load(cache, OLD, SPACE) == OLD.size
+        borrow(cache, LONG[3:], SPACE)
     assert_consistent(path, BUDGET)
 
 

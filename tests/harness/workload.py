@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvass.cache import KVCache
 from kvass.tiers.directory import DirectoryTier
 
-from .kv import CHUNK, load, namespace, store, text
+from .kv import CHUNK, borrow, load, namespace, store, text
 
 HEADS = 24
 SLOT = 64
@@ -103,8 +105,10 @@ def step(cache: KVCache, tier: DirectoryTier, dice: random.Random, space: Any) -
     elif chance < 0.70:  # a tail that grows: each store supersedes the one before
         for more in range(0, 12, 3):
             store(cache, text(family, branch, length + more), space)
-    elif chance < 0.90:
+    elif chance < 0.84:
         load(cache, tokens, space)
+    elif chance < 0.90:
+        borrow(cache, np.concatenate([text(99, branch, 10), tokens]), space)
     elif chance < 0.94:
         cache.forget(tokens, space, keep=dice.choice((0, length // 2)))
     elif chance < 0.98:

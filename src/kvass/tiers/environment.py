@@ -23,7 +23,8 @@ _MAP_BYTES = 64 << 30
 _MAX_READERS = 1024
 _PAGE = 4096
 _LOCK_BYTES = -(-(128 + 64 * _MAX_READERS) // _PAGE) * _PAGE
-_READER_CHECK_WRITES = 256
+_READER_CHECK_WRITES = 16
+"""How often one looks for readers that were killed: until then no page that they might see is used again."""
 _TAIL_PAGES = 64
 _OPEN_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
