@@ -123,15 +123,9 @@ def _rows(
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _rows)
 
 
-def weights(
-    query: torch.Tensor, key: torch.Tensor, scaling: float, positions: torch.Tensor, window: int | None
-) -> torch.Tensor:
+def weights(query: torch.Tensor, key: torch.Tensor, scaling: float, seen: torch.Tensor) -> torch.Tensor:
     """How much attention each key gets, a mean over rows, float32 `[heads, keys]`: of queries
-    `[heads, rows, dim]` at `positions`, over keys `[kv_heads, keys, dim]` of the prompt's first tokens on."""
+    `[heads, rows, dim]` over keys `[kv_heads, keys, dim]`, of which each row sees some, `[rows, keys]`."""
     (heads, rows, dim), groups = query.shape, key.shape[0]
     scores = (query.reshape(groups, -1, dim) @ key.transpose(1, 2)).float().view(heads, rows, -1) * scaling
-    at, key_at = positions[:, None], torch.arange(key.shape[1])
-    hidden = key_at > at
-    if window is not None:
-        hidden |= key_at <= at - window
-    return torch.softmax(scores.masked_fill_(hidden, -torch.inf), -1).mean(1)
+    return torch.softmax(scores.masked_fill_(~seen, -torch.inf), -1).mean(1)

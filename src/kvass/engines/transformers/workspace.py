@@ -71,16 +71,18 @@ class TransformersWorkspace:
         exact: int | None = None,
     ) -> Floats:
         asked = list(self.spec.places) if layers is None else sorted(layers)
-        at = torch.as_tensor(np.asarray(positions, np.int64))[-judged:]
         found = []
 
         def watch(layer: int, query: torch.Tensor, scaling: float) -> None:
             if layer in asked:
                 self._in_place(layer, "k")
                 group, place = self.spec.places[layer]
-                keys = self._pool.layer(group, place)[0][: int(at[-1]) + 1].transpose(0, 1)
-                window = self.spec.groups[group].window
-                found.append(weights(query[:, -judged:], keys, scaling, at, window).numpy())
+                at = np.asarray(positions, np.int64)[-judged:]
+                keys = np.arange(at[-1] + 1)
+                seen = Sight(at, keys, self.spec.groups[group].window).mask[0, 0]
+                seen &= torch.from_numpy(self._there[: len(keys)])
+                held = self._pool.layer(group, place)[0][: len(keys)].transpose(0, 1)
+                found.append(weights(query[:, -judged:], held, scaling, seen).numpy())
             if layer == asked[-1]:
                 raise _Enough
 
@@ -104,15 +106,15 @@ class TransformersWorkspace:
             raise InputError("rows to compute need a token each, and positions that rise")
         if place[-1] >= self._pool.capacity:
             raise InputError(f"position {place[-1]} is outside of a workspace of {self._pool.capacity}")
-        self._there[place] = True
-        if not self._there[: place[-1]].all():
-            raise InputError(
-                f"token {self._there.argmin()} before position {place[-1]} is neither in the workspace nor "
-                "among the rows to compute"
-            )
         keys = np.arange(place[-1] + 1)
         if exact is not None:
             keys = np.concatenate([keys[: min(exact, place[0])], place])
+        self._there[place] = True
+        if not self._there[keys].all():
+            raise InputError(
+                f"token {keys[self._there[keys].argmin()]} before position {place[-1]} is neither in the "
+                "workspace nor among the rows to compute"
+            )
         sights = [Sight(place, keys, group.window) for group in self.spec.groups]
         by_layer = {layer: sights[group] for layer, (group, _) in self.spec.places.items()}
         rows = torch.from_numpy(place)
