@@ -1,6 +1,6 @@
 """What reuse, edit and calibration need of a model: a contract, without an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,10 @@ KV = Sequence[Mapping[str, Array]]
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
 """Places of tokens in a prompt."""
+
+
+Wait = Callable[[int, Sequence[str]], None]
+"""Called with a layer of the model and names of its arrays (`k`, `v`): returns once they are in place."""
 
 
 class Branch(NamedTuple):
@@ -34,8 +38,16 @@ class Workspace(Protocol):
 
     def arrays(self, group: int, start: int, stop: int) -> Mapping[str, Array]:
         """Views of `k` (after RoPE) and `v` of tokens `start` to `stop`, `[layers, tokens, heads, dim]`; from
-        now on these are taken to be in place. Raises InputError beyond the capacity.
+        now on these tokens are taken to be in place, or on their way (`arriving`). Raises InputError beyond
+        the capacity.
         """
+
+    def layer(self, number: int) -> Mapping[str, Array]:
+        """`k` and `v` of one of the model's layers, `[capacity, heads, dim]`, to be read."""
+
+    def arriving(self, wait: Wait | None) -> None:
+        """From now on tokens are in place only once `wait` returns, which is called before a layer's arrays
+        are used, and may raise; with None, all are."""
 
     def recompute(
         self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None, judged: int = 1
@@ -49,10 +61,22 @@ class Workspace(Protocol):
         """
 
     def attention(
-        self, tokens: Sequence[int], positions: Positions, *, layers: int | None = None, judged: int = 1
+        self,
+        tokens: Sequence[int],
+        positions: Positions,
+        *,
+        layers: Sequence[int] | None = None,
+        judged: int = 1,
+        exact: int | None = None,
     ) -> npt.NDArray[np.float32]:
-        """As `recompute`; returns the attention that all tokens up to the last row get, a mean over the last
-        `judged` rows, `[layers, query heads, tokens]`."""
+        """As `recompute`, but up to the last of these `layers` (all) only; returns the attention that all
+        tokens up to the last row get in them, a mean over the last `judged` rows,
+        `[layers, query heads, tokens]`.
+
+        With `exact`, the rows are computed as if nothing stood between the prompt's first `exact` tokens and
+        them, and only then asked for their attention to all: of what arrives, they need no more than `k` of
+        `layers`. They must not be among it.
+        """
 
 
 class ModelRunner(Protocol):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.tiny import WINDOW, text, tiny
+from fixtures.passages import segments
 from kvass.engines.transformers import Engine
 from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.load import LoadedModel
@@ -19,7 +20,6 @@ from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
-from kvass.reuse.stored import segments
 from kvass.runner import Branch
 
 FAMILIES = (

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fixtures.passages import segments
 from fixtures.world import CHUNK, SLIDING, WINDOWED, blank, kv, namespace, prompt, store
 from kvass.cache import KVCache, Passage
 from kvass.chunks import as_tokens
@@ -16,7 +17,6 @@ from kvass.container import Encoded, empty_arrays, read_arrays, read_header
 from kvass.errors import InputError, TierUnavailableError
 from kvass.fingerprints import GRAM, SHORTEST, Fingerprints
 from kvass.keys import Namespace, lossy_namespace
-from kvass.reuse.stored import segments
 from kvass.spec import KVSpec
 from kvass.tiers.base import MOST_MARKS, Mark, WriteItem
 from kvass.tiers.directory import DirectoryTier

@@ -16,10 +16,11 @@ from kvass.cache.recoding import decoded
 from kvass.chunks import as_tokens
 from kvass.codecs.base import Chunk, Codec
 from kvass.codecs.registry import NotDecodableError
-from kvass.container import Array, Header, Reader, empty_arrays, read_arrays, read_header
+from kvass.container import Array, Header, Parsed, Reader, empty_arrays, read_arrays, read_header
 from kvass.errors import CorruptObjectError
 from kvass.keys import address, address_text, next_key, split_address
 from kvass.provenance import Blended, Lossy
+from kvass.spec import LayerGroup, numpy_dtype
 from kvass.tiers.base import Tier
 
 Ready = Callable[[int], None]
@@ -172,7 +173,7 @@ class Loader:
         """Read and verify one object, which must be exactly the one asked for. Bytes read, the end for which
         it was coded, and how it was blended."""
         parsed = read_header(reader)
-        self._check(piece, parsed.header)
+        check_object(self._match, self._root, piece, parsed.header)
         group = self._match.namespace.spec.groups[piece.group]
         check_size(parsed.size, group.bytes_per_token, piece.stored)
         coder = self._decoder(parsed.header)
@@ -181,11 +182,7 @@ class Loader:
         if isinstance(done, Lossy):
             end += done.behind
         if coder.in_place:
-            wanted = {
-                name: (group.shape(name, piece.stored), target.dtype) for name, target in targets.items()
-            }
-            if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
-                raise CorruptObjectError("object's arrays are not what the spec says")
+            check_arrays(parsed, piece, group, targets)
             if piece.used == piece.stored:
                 return read_arrays(reader, parsed, targets), end, made
         stored = empty_arrays(parsed)
@@ -196,20 +193,31 @@ class Loader:
             target[:] = arrays[name][:, : piece.used]
         return size, end, made
 
-    def _check(self, piece: Piece, header: Header) -> None:
-        """The object must say of itself what was looked up, and its key must be that of its text: whatever
-        an index says, nothing is loaded that stands behind other tokens or in another namespace."""
-        match = self._match
-        key, group, shard = split_address(piece.address)
-        previous = match.keys[piece.chunk - 1] if piece.chunk else self._root
-        parent = address_text(address(previous, group, shard)) if piece.chunk else ""
-        tokens = as_tokens(header.tokens)
-        wanted = match.tokens[piece.start : piece.start + piece.used]
-        if (
-            (header.key, header.group, header.shard, header.parent) != (key.hex(), group, shard, parent)
-            or (header.position, tokens.size) != (piece.start, piece.stored)
-            or not np.array_equal(tokens[: piece.used], wanted)
-            or next_key(previous, tokens.tobytes(), tokens.size) != key
-            or (header.namespace != match.namespace and header.namespace.root() != self._root)
-        ):
-            raise CorruptObjectError("object is not the one that its address says")
+
+def check_object(match: Match, root: bytes, piece: Piece, header: Header) -> None:
+    """The object must say of itself what was looked up, and its key must be that of its text: whatever an
+    index says, nothing is loaded that stands behind other tokens or in another namespace, whose `root` it is.
+
+    Raises CorruptObjectError.
+    """
+    key, group, shard = split_address(piece.address)
+    previous = match.keys[piece.chunk - 1] if piece.chunk else root
+    parent = address_text(address(previous, group, shard)) if piece.chunk else ""
+    tokens = as_tokens(header.tokens)
+    wanted = match.tokens[piece.start : piece.start + piece.used]
+    if (
+        (header.key, header.group, header.shard, header.parent) != (key.hex(), group, shard, parent)
+        or (header.position, tokens.size) != (piece.start, piece.stored)
+        or not np.array_equal(tokens[: piece.used], wanted)
+        or next_key(previous, tokens.tobytes(), tokens.size) != key
+        or (header.namespace != match.namespace and header.namespace.root() != root)
+    ):
+        raise CorruptObjectError("object is not the one that its address says")
+
+
+def check_arrays(parsed: Parsed, piece: Piece, group: LayerGroup, names: Iterable[str]) -> None:
+    """What a codec stores in place must be the canonical arrays. Raises CorruptObjectError."""
+    dtype = numpy_dtype(group.dtype)
+    wanted = {name: (group.shape(name, piece.stored), dtype) for name in names}
+    if {name: (held.shape, held.dtype) for name, held in parsed.arrays.items()} != wanted:
+        raise CorruptObjectError("object's arrays are not what the spec says")

@@ -2,13 +2,14 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 from kvass import metrics
 from kvass.cache.finding import look
+from kvass.cache.layers import Layers
 from kvass.cache.loading import Loader, LoadResult, Ready
 from kvass.cache.looking import Looking, TokenIds
 from kvass.cache.match import Match
@@ -113,6 +114,41 @@ class Reading(Looking):
         names = exact.tiers.keys() | more.tiers.keys()
         by_tier = {name: exact.tiers.get(name, 0) + more.tiers.get(name, 0) for name in names}
         return more._replace(bytes=size, verified=size, tiers=by_tier, exact_tokens=exact.tokens)
+
+    @contextlib.contextmanager
+    def layers(
+        self, match: Match, *, start: int = 0, seconds: float | None = None
+    ) -> Iterator[Layers | None]:
+        """A match from token `start` on, to be read layer by layer while this lasts, by one thread at a time;
+        None where not all of it can be opened, or it is not exact state of one part in canonical layout.
+
+        Objects stay readable meanwhile, those that are evicted too. What is in remote tiers only is brought
+        to the fastest tier first. Never raises because of a tier; `Layers.rows` does.
+        """
+        space = match.namespace
+        plain = space.state == EXACT.kind and space.layout == "canonical" and len(match.shards) == 1
+        if not self._usable() or not match or not plain:
+            yield None
+            return
+        until = None if seconds is None else time.monotonic() + seconds
+        if self._is_far(match):
+            self._stage(match, until)
+            match = match.anywhere()
+        with contextlib.ExitStack() as stack:
+            tiers = self._within(space, until)
+            found = Layers(tiers, self._failed, self._executor, self._coding.decoder, match, until)
+            if not found.open(stack, start):
+                yield None
+                return
+            began = time.monotonic()
+            yield found
+        size = sum(found.read.values())
+        for name, count in found.read.items():
+            metrics.load_bytes.labels(name).inc(count)
+        if size and not found.failed:
+            took = time.monotonic() - began
+            done = LoadResult(match.length, size, size, took, found.read, match.length)
+            self._after_load(match, done, promote=not start)
 
     def _after_load(self, match: Match, result: LoadResult, *, promote: bool) -> None:
         """Note the use, and bring what came from a slower tier up; with what was given up, for without it

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvass.container import Array
 from kvass.errors import InputError
 from kvass.ropes import frequencies, moved
 from kvass.runner import KV, Workspace
-from kvass.spec import KVSpec, numpy_dtype
+from kvass.spec import KVSpec
 
 
 class Segment(NamedTuple):
@@ -30,7 +31,11 @@ class Segment(NamedTuple):
         return self.start + self.tokens
 
 
-def turning(spec: KVSpec) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+Rates = np.ndarray[tuple[int], np.dtype[np.float64]]
+"""How fast keys turn, radians a token, `[rotary_dim / 2]`."""
+
+
+def turning(spec: KVSpec) -> list[Rates]:
     """How fast keys turn, by layer group, `[rotary_dim / 2]`; empty where they do not.
 
     Raises UnsupportedModelError for a RoPE whose keys cannot be moved, by name.
@@ -43,19 +48,29 @@ def put(workspace: Workspace, segments: Sequence[Segment]) -> None:
 
     Raises InputError where they overlap or do not fit the workspace.
     """
+    check_apart([(segment.start, segment.stop) for segment in segments])
     rates = turning(workspace.spec)
-    end = 0
-    for segment in sorted(segments, key=lambda one: one.start):
-        if segment.start < end:
-            raise InputError(f"the segment at {segment.start} overlaps the one before it, up to {end}")
-        end = segment.stop
     for number, group in enumerate(workspace.spec.groups):
-        dtype = numpy_dtype(group.dtype)
         for segment in segments:
             target = workspace.arrays(number, segment.start, segment.stop)
-            found = segment.kv[number]
-            distance = segment.start - segment.read_at
             for layer in range(len(group.layers)):
-                keys = found["k"][layer].astype(np.float32)
-                target["k"][layer] = moved(keys, rates[number], distance) if distance else keys
-                target["v"][layer] = found["v"][layer].astype(dtype, copy=False)
+                for name, array in target.items():
+                    found = segment.kv[number][name][layer]
+                    lay(array[layer], found, name, rates[number], segment.start - segment.read_at)
+
+
+def check_apart(places: Sequence[tuple[int, int]]) -> None:
+    """Raises InputError where segments overlap."""
+    end = 0
+    for start, stop in sorted(places):
+        if start < end:
+            raise InputError(f"the segment at {start} overlaps the one before it, up to {end}")
+        end = stop
+
+
+def lay(target: Array, found: Array, name: str, rates: Rates, distance: int) -> None:
+    """Write one layer's `k` or `v` of a segment, `[tokens, heads, dim]`, to its place: keys turned by the
+    distance."""
+    if name == "k" and distance:
+        found = moved(found.astype(np.float32), rates, distance)
+    target[:] = found.astype(target.dtype, copy=False)

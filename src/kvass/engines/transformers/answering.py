@@ -297,8 +297,7 @@ class Answering:
         usage.provenance, usage.exact_tokens = kind_of_class(self._state), exact
         usage.reused_tokens, usage.recomputed_fraction = len(done.prompt.reused), done.made.fraction
         usage.cached_tokens = exact + usage.reused_tokens
-        usage.load_seconds += done.load_seconds
-        usage.prefill_seconds += done.repair_seconds
+        usage.prefill_seconds += done.seconds
 
     def _take_over(self, loaded: int, match: Match) -> None:
         """What was found in public state is kept again under the tenant's own root, for chains do not cross

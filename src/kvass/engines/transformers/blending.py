@@ -13,10 +13,9 @@ from kvass.engines.transformers.workspace import TransformersWorkspace
 from kvass.keys import Namespace
 from kvass.provenance import Blended
 from kvass.quality import Budget
-from kvass.reuse.assembly import put
+from kvass.reuse import arriving
 from kvass.reuse.plan import Reuse, planned
 from kvass.reuse.prompt import Positions, Prompt
-from kvass.reuse.repair import repair
 from kvass.reuse.selectors import DEFAULT, selector
 from kvass.reuse.stored import segments
 
@@ -29,8 +28,7 @@ class Blend(NamedTuple):
     prompt: Prompt
     recomputed: Positions
     logits: torch.Tensor
-    load_seconds: float
-    repair_seconds: float
+    seconds: float
 
 
 def blend(
@@ -47,22 +45,22 @@ def blend(
     if not certified:
         return None
     began = time.perf_counter()
-    found = segments(cache, namespace, tokens, exact, seconds=host.pace.seconds(tokens.size - exact))
-    if not found:
-        return None
-    prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
-    plan = planned(prompt, certified, reuse.max_fraction)
-    if plan is None:
-        return None
-    workspace = TransformersWorkspace(host.model, held.pool)
-    for group in range(len(held.pool.spec.groups)):
-        workspace.arrays(group, 0, exact)
-    put(workspace, found)
-    ready = time.perf_counter()
-    done = repair(prompt, workspace, selector(plan.method), plan.fraction)
-    chosen = len(done.positions) / len(prompt.reused)
-    if chosen < plan.least:
+    seconds = host.pace.seconds(tokens.size - exact)
+    with segments(cache, namespace, tokens, exact, seconds=seconds) as found:
+        if not found:
+            return None
+        prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
+        plan = planned(prompt, certified, reuse.max_fraction)
+        if plan is None:
+            return None
+        workspace = TransformersWorkspace(host.model, held.pool)
+        for group in range(len(held.pool.spec.groups)):
+            workspace.arrays(group, 0, exact)
+        left = began + seconds - time.perf_counter()
+        done = arriving.blend(prompt, workspace, found, selector(plan.method), plan.fraction, left)
+    chosen = 0.0 if done is None else len(done.positions) / len(prompt.reused)
+    if done is None or chosen < plan.least:
         return None
     made = Blended(method=plan.method, chosen=min(1.0, chosen), fraction=done.fraction)
     logits = torch.from_numpy(np.asarray(done.log))
-    return Blend(made, prompt, done.positions, logits, ready - began, time.perf_counter() - ready)
+    return Blend(made, prompt, done.positions, logits, time.perf_counter() - began)

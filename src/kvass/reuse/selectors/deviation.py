@@ -17,9 +17,8 @@ class Deviation:
     name = "deviation"
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
-        group, place = workspace.spec.places[CHECKED_LAYER]
         rows = np.sort(np.concatenate([prompt.reused, prompt.new]))
-        held = workspace.arrays(group, 0, len(prompt.tokens))["v"][place]
+        held = workspace.layer(CHECKED_LAYER)["v"]
         before = held[prompt.reused].astype(np.float32)
         workspace.recompute(prompt.rows(rows), rows, layers=CHECKED_LAYER)
         apart = np.square(held[prompt.reused].astype(np.float32) - before).sum(axis=(1, 2))

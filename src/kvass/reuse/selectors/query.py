@@ -1,6 +1,7 @@
 """Selector `query`: what the question looks at, of that rather what stands early in its segment."""
 
 import numpy as np
+import numpy.typing as npt
 
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.selectors.base import Choice, affordable, layers_of
@@ -25,7 +26,13 @@ class Query:
         mass = workspace.attention(prompt.rows(prompt.new), prompt.new, judged=PROBE_TOKENS)
         token_layers = len(prompt.new) * len(mass)
         count = affordable(prompt, layers_of(workspace), fraction, token_layers)
-        seen = mass[:, :, prompt.reused]
-        seen /= np.maximum(seen.sum(axis=-1, keepdims=True), 1e-30)
-        score = seen.mean(axis=(0, 1)) * (1.0 + prompt.depth) ** -_FADING
-        return Choice(np.sort(prompt.reused[np.argsort(-score, kind="stable")[:count]]), token_layers)
+        return Choice(looked_at(prompt, mass, count), token_layers)
+
+
+def looked_at(prompt: Prompt, mass: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """So many positions of reused tokens, rising: by attention `[layers, heads, tokens]`, of which each layer
+    and head counts as much, times expected error."""
+    seen = mass[:, :, prompt.reused]
+    seen /= np.maximum(seen.sum(axis=-1, keepdims=True), 1e-30)
+    score = seen.mean(axis=(0, 1)) * (1.0 + prompt.depth) ** -_FADING
+    return np.sort(prompt.reused[np.argsort(-score, kind="stable")[:count]])
