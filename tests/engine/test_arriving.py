@@ -11,7 +11,7 @@ from engine.tiny import tiny
 from kvass.engines.transformers import Engine
 from kvass.errors import CorruptObjectError, InputError, TierError
 from kvass.reuse.arriving import Arrival, Lost, blend
-from kvass.reuse.assembly import put
+from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
