@@ -70,6 +70,16 @@ def test_what_was_staged_is_read_once_from_afar(make: MakeCache, far: FaultyStor
     assert far.calls["get"] == 10
 
 
+def test_passages_are_found_in_what_was_staged_and_nowhere_afar(make: MakeCache) -> None:
+    text = prompt(1, 10 * CHUNK)
+    store(make(), text)
+    other = make()
+    assert other.passages(text[5:], namespace()) == []
+    assert hit(other, text) == 10 * CHUNK
+    (found,) = other.passages(text[5:], namespace())
+    assert (found.start, found.stop, found.place) == (0, 10 * CHUNK - 5, 5)
+
+
 def test_requests_that_share_a_beginning_fetch_it_once(make: MakeCache, far: FaultyStore) -> None:
     text = prompt(1, 10 * CHUNK)
     store(make(), text)
