@@ -12,9 +12,11 @@ LEAST_REUSED = 128
 
 class Reuse(NamedTuple):
     """Passages that were read elsewhere may be reused; of the layers of their tokens at most `max_fraction`
-    is computed anew, choosing included."""
+    is computed anew, choosing included. `within`: where spans (first token, last + 1) are given, passages
+    inside of these alone."""
 
     max_fraction: float = 0.15
+    within: tuple[tuple[int, int], ...] = ()
 
 
 class Plan(NamedTuple):

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -36,18 +36,21 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def segments(
-    cache: KVCache, namespace: Namespace, tokens: TokenIds, exact: int, seconds: float | None = None
-) -> Iterator[list[Stored]]:
+    cache: KVCache, namespace: Namespace, tokens: TokenIds, exact: int, seconds: float | None = None,
+    within: Sequence[tuple[int, int]] = (),
+) -> Iterator[list[Stored]]:  # fmt: skip
     """The passages of a prompt behind its first `exact` tokens that this machine's tiers hold, open to be
     read while this lasts, apart from each other, in order; the last token of the prompt stays new.
 
-    Left out is what cannot be opened within so many seconds, of which a window has passed over the beginning,
-    or that lies in an engine's own layout. Never raises because of a tier. Raises InputError for unusable
-    tokens.
+    `within`: where any of these spans are given, only what lies inside of them. Left out is what cannot be
+    opened within so many seconds, of which a window has passed over the beginning, or that lies in an
+    engine's own layout. Never raises because of a tier. Raises InputError for unusable tokens.
     """
     until = None if seconds is None else time.monotonic() + seconds
     prompt = as_tokens(tokens)
     found = cache.passages(prompt[:-1], namespace, start=exact)
+    if within:
+        found = [cut for one in found for span in within if (cut := _inside(one, *span)) is not None]
     wanted = [one for one in sorted(found, key=lambda one: -one.tokens) if _movable(one, namespace)]
     opened: list[Stored] = []
     with ExitStack() as stack:
@@ -64,6 +67,14 @@ def segments(
             if layers is not None:
                 opened.append(Stored(passage.start, place, passage.tokens, layers))
         yield sorted(opened, key=lambda one: one.start)
+
+
+def _inside(passage: Passage, start: int, stop: int) -> Passage | None:
+    """What of a passage lies between two places of the prompt."""
+    first, last = max(passage.start, start), min(passage.stop, stop)
+    if first >= last:
+        return None
+    return passage._replace(start=first, stop=last, place=passage.place + first - passage.start)
 
 
 def _movable(passage: Passage, namespace: Namespace) -> bool:

@@ -130,11 +130,11 @@ class Service:
 def _asked_chat(service: Service, body: ChatRequest, tenant: str) -> list[Asked]:
     messages = [message.for_template() for message in body.messages]
     root = service.root(tenant)
-    prompt = service.encoder.encode(messages, root=root, tools=body.tools)
+    prompt, segments = service.encoder.encode_marked(messages, root=root, tools=body.tools)
     service.check_length(prompt, "messages")
     most = body.max_completion_tokens or body.max_tokens or service.engine.max_tokens or 1 << 20
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return [Asked(prompt, service.sampling(body, most), body.n or 1, top, None, root)]
+    return [Asked(prompt, service.sampling(body, most), body.n or 1, top, None, root, segments)]
 
 
 def _asked_completion(service: Service, body: CompletionRequest) -> list[Asked]:

@@ -9,6 +9,7 @@ from kvass.engines.transformers import LoadedModel, render_chat
 from kvass.engines.transformers.load import with_one_bos
 from kvass.errors import InputError
 from kvass.serve.answers import Answers, Place
+from kvass.serve.segments import Marked, fenced, spans
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters of Unicode, for marks that are gone before anything is tokenised."""
@@ -98,20 +99,31 @@ class ChatEncoder:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], *, root: bytes = b"", tools: Any = None
     ) -> list[int]:
-        """Tokens of a chat, up to where the next answer begins. `root` names whose answers are recalled.
+        """Tokens of a chat, up to where the next answer begins; see `encode_marked`."""
+        return self.encode_marked(messages, root=root, tools=tools)[0]
 
-        Raises InputError where the template refuses the messages, and TooLongError.
+    def encode_marked(
+        self, messages: Sequence[Mapping[str, Any]], *, root: bytes = b"", tools: Any = None
+    ) -> tuple[list[int], list[Marked]]:
+        """Tokens of a chat, up to where the next answer begins, and where its segments lie. `root` names
+        whose
+        answers are recalled.
+
+        A segment is tokenised by itself, so that it has the same tokens wherever it stands. Raises InputError
+        where the template refuses the messages, and TooLongError.
         """
         if self._max_tokens is not None and len(messages) > self._max_tokens:
             raise TooLongError(f"{len(messages)} messages are over the model's {self._max_tokens} tokens")
         texts = list(_texts([messages, tools]))
         self._check_length(texts)
-        mark, fence = _unused(texts, 2)
-        plain = _broken(list(messages), self._special, mark)
+        mark, fence, border = _unused(texts, 3)
+        messages, names = fenced(messages, border)
+        plain = _broken(messages, self._special, mark)
         tools = _broken(tools, self._special, mark)
         rendered = render_chat(self._loaded, plain, tools=tools)
         answers = self._former(plain, rendered, fence, tools) if self._answers is not None and root else []
-        return self._spliced(rendered, mark, answers, root)
+        ids, borders = self._spliced(rendered, mark, border, answers, root)
+        return ids, spans(names, borders)
 
     def _former(
         self, messages: Sequence[Mapping[str, Any]], rendered: str, fence: str, tools: Any
@@ -145,28 +157,41 @@ class ChatEncoder:
         whole = rendered.startswith(blanks, start) and rendered.endswith(self._opening, 0, start)
         return start if whole else at
 
-    def _spliced(self, rendered: str, mark: str, answers: Sequence[_Answer], root: bytes) -> list[int]:
-        """Tokens of a rendered chat: known answers by their ids, what stands between them by its text.
+    def _spliced(
+        self, rendered: str, mark: str, border: str, answers: Sequence[_Answer], root: bytes
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of a rendered chat: known answers by their ids, what stands between them by its text. And
+        how
+        many tokens stand before each border.
 
         The text is cut where an answer begins, known or not, as it was cut when the answer was asked for.
         """
         ids: list[int] = []
+        borders: list[int] = []
         at, place = 0, Place(root)
 
         def add(more: list[int]) -> None:
             place.add(more)
             ids.extend(more)
 
+        def add_text(text: str) -> None:
+            for number, piece in enumerate(text.split(border)):
+                if number:
+                    borders.append(len(ids))
+                if piece or not ids:
+                    add(self._between(piece, mark, first=not ids))
+
         for answer in answers:
             if answer.start < at:
                 continue
-            add(self._between(rendered[at : answer.start], mark, first=not ids))
+            add_text(rendered[at : answer.start])
             at = answer.start
             tokens, covered = self._recall(place.digest(), answer.text) or ([], 0)
             if covered > 0 and rendered[at : at + covered] == answer.text[:covered]:
                 add(tokens)
                 at += covered
-        return ids + self._between(rendered[at:], mark, first=not ids)
+        add_text(rendered[at:])
+        return ids, borders
 
     def _between(self, text: str, mark: str, *, first: bool) -> list[int]:
         """A template writes its special tokens itself; only a forgotten BOS is made up for."""

@@ -14,6 +14,7 @@ from kvass.serve.errors import FAULT
 from kvass.serve.logprobs import PromptLogprobs, TokenLogprob, logprobs
 from kvass.serve.prompts import ChatEncoder
 from kvass.serve.scheduler import Done, Event, Failed, Job, Scheduler
+from kvass.serve.segments import Marked
 
 _LEARN_FROM = 64
 """Tokens that a prefill must have computed to say something of the machine's speed."""
@@ -22,7 +23,8 @@ _LEARN_FROM = 64
 @dataclass(frozen=True)
 class Asked:
     """One prompt and how to answer it `n` times. `top`: how many log probabilities beside each token's own
-    (None: none at all); `echo`: the prompt's text, to be put before the answer."""
+    (None: none at all); `echo`: the prompt's text, to be put before the answer; `segments`: that a client
+    marked, of which alone anything is reused anywhere."""
 
     prompt: list[int]
     sampling: Sampling
@@ -30,6 +32,7 @@ class Asked:
     top: int | None = None
     echo: str | None = None
     root: bytes = b""
+    segments: Sequence[Marked] = ()
 
 
 class Delta(NamedTuple):
@@ -111,8 +114,11 @@ class Run:
         self._echoes: dict[int, PromptLogprobs] = {}
         self._choices: list[_Choice] = []
         self.cancelled = False
-        start = partial(scheduler.start, tenant, scope=scope, arrived=arrived)
         for one in asked:
+            within = tuple((part.start, part.stop) for part in one.segments)
+            reuse = scope.reuse and scope.reuse._replace(within=within)
+            own = replace(scope, reuse=reuse)
+            start = partial(scheduler.start, tenant, scope=own, arrived=arrived)
             for number in range(one.n):
                 self._choices.append(self._choice(one, number, start))
 
@@ -190,7 +196,8 @@ class Run:
 
     async def _account(self, choice: _Choice) -> None:
         usage, asked = choice.job.usage, choice.asked
-        self._speed.learn(usage)
+        if not usage.reused_tokens:  # what is repaired is neither read nor loaded
+            self._speed.learn(usage)
         metrics.prompt_tokens.labels("tiers").inc(usage.cached_tokens)
         metrics.prompt_tokens.labels("computed").inc(usage.prompt_tokens - usage.cached_tokens)
         metrics.completion_tokens.inc(usage.completion_tokens)
@@ -243,7 +250,19 @@ class Run:
             "reused_tokens": sum(one.reused_tokens for one in firsts),
             "recomputed_fraction": round(max((one.recomputed_fraction for one in firsts), default=0.0), 4),
             "provenance": ",".join([one for one in found if one != EXACT.kind] or [EXACT.kind]),
+            **({"segments": marked} if (marked := self._segments()) else {}),
         }
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """Of the segments that the client marked, what was reused."""
+        return [
+            {
+                "id": part.id, "start": part.start, "tokens": part.stop - part.start,
+                "cached_tokens": choice.job.answering.cached_within(part.start, part.stop),
+            }
+            for choice in self._choices[:1]
+            for part in choice.asked.segments
+        ]  # fmt: skip
 
 
 def _token(step: Step, top: int | None) -> _Token:

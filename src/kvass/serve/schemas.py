@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from kvass.serve.segments import Segmented
+
 Stop = Annotated[str, Field(min_length=1, max_length=256)]  # looked for after every token
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -70,10 +72,17 @@ class _Request(_Strict):
 
 
 class Part(_Strict):
-    """A piece of a message. Only text is understood."""
+    """A piece of a message. Only text is understood. `segment`: it may be reused as a whole where it stands
+    in other prompts too; a name for it, or true."""
 
     type: Literal["text", "input_text"]
     text: str
+    segment: Annotated[str, Field(max_length=64)] | bool | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Of the segment that it is; empty where it has none, None where it is no segment."""
+        return self.segment if isinstance(self.segment, str) else "" if self.segment else None
 
 
 class Message(BaseModel):
@@ -97,7 +106,7 @@ class Message(BaseModel):
         """The message as a template expects it: text for its content."""
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
+            content = Segmented.of([(part.text, part.name) for part in content])
         role = "system" if self.role == "developer" else self.role
         return {**(self.model_extra or {}), "role": role, "content": content or ""}
 

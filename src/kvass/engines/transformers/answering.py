@@ -136,6 +136,13 @@ class Answering:
         """Prompt tokens whose KV is there."""
         return min(self._held.computed, self.tokens.size) if self._held is not None else 0
 
+    def cached_within(self, start: int, stop: int) -> int:
+        """How many tokens of a span of the prompt were not read but loaded, or moved there."""
+        if self.blended is None:
+            return max(0, min(stop, self.usage.cached_tokens) - start)
+        exact, segments = self.blended.prompt.exact, self.blended.prompt.segments
+        return sum(max(0, min(stop, b) - max(start, a)) for a, b in [(0, exact), *segments])
+
     def stage(self) -> "Future[Match] | None":
         """Have what only remote tiers hold of the prompt brought here, in the background; `begin` then waits
         for nothing. None where there is nothing to wait for."""

@@ -46,7 +46,7 @@ def blend(
         return None
     began = time.perf_counter()
     seconds = host.pace.seconds(tokens.size - exact)
-    with segments(cache, namespace, tokens, exact, seconds=seconds) as found:
+    with segments(cache, namespace, tokens, exact, seconds, reuse.within) as found:
         if not found:
             return None
         prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
