@@ -23,7 +23,7 @@ FRACTION: Final = 0.15
 """What selectors are compared at."""
 
 FRACTIONS: Final = (0.05, FRACTION, 0.3)
-OTHERS: Final = ("boundary", "deviation", "random")
+OTHERS: Final = ("view", "boundary", "deviation", "random")
 _CHECKED: Final = 8
 """Prompts that `all` is computed of: it is full prefill again."""
 
