@@ -15,7 +15,7 @@ from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
-from kvass.reuse.selectors.glance import asked_layers
+from kvass.reuse.selectors.query import asked_layers
 from kvass.reuse.stored import Stored
 
 PROMPT = Prompt(TOKENS, 9, PLACES)
@@ -77,7 +77,7 @@ def test_what_arrives_is_what_was_there_bit_by_bit(world, name, slow):
     "error", [TierError("gone"), CorruptObjectError("damaged"), OSError("x"), KeyError("y")]
 )
 @pytest.mark.parametrize("where", [(0, "k"), (1, "v"), (2, "v")])
-@pytest.mark.parametrize("name", ["glance", "query", "boundary", "deviation"])
+@pytest.mark.parametrize("name", ["query", "view", "boundary", "deviation"])
 def test_a_layer_that_cannot_be_had_is_a_miss(llama, error, where, name):
     def fail(*at):
         if at == where:
@@ -109,7 +109,7 @@ def test_a_layer_that_is_late_is_a_miss(llama, where, monkeypatch):
 
     workspace, segments = coming(llama, late)
     began = time.monotonic()
-    assert blend(PROMPT, workspace, segments, selector("query"), FRACTION, seconds=0.3) is None
+    assert blend(PROMPT, workspace, segments, selector("view"), FRACTION, seconds=0.3) is None
     assert time.monotonic() - began < 5
     before = llama.copied(workspace, 0, len(TOKENS))
     going.set()
@@ -155,7 +155,7 @@ def test_what_is_waited_for_comes_next(llama):
     late.close()
 
 
-def test_glance_sees_nothing_but_keys_of_few_layers(world):
+def test_query_sees_nothing_but_keys_of_few_layers(world):
     """Whatever else the segments hold, the choice is the same."""
     asked = asked_layers(world.spec)
     chosen = []
@@ -167,18 +167,18 @@ def test_glance_sees_nothing_but_keys_of_few_layers(world):
                 arrays["v"][place].view(np.uint8)[:] = byte
                 if layer not in asked:
                     arrays["k"][place].view(np.uint8)[:] = byte
-        chosen.append(selector("glance").choose(PROMPT, workspace, 0.3))
+        chosen.append(selector("query").choose(PROMPT, workspace, 0.3))
     assert np.array_equal(chosen[0].positions, chosen[1].positions)
     assert chosen[0].token_layers == len(QUESTION) * (asked[-1] + 1)
     for layer in asked:
         group, place = world.spec.places[layer]
         keys = workspace.arrays(group, 9, 132)["k"][place]
         keys[:] = np.random.default_rng(layer).normal(size=keys.shape)
-    other = selector("glance").choose(PROMPT, workspace, 0.3)
+    other = selector("query").choose(PROMPT, workspace, 0.3)
     assert not np.array_equal(other.positions, chosen[0].positions)
 
 
-def test_glance_asks_layers_that_see_all():
+def test_query_asks_layers_that_see_all():
     assert list(asked_layers(World("gemma3").spec)) == [1]
     assert list(asked_layers(World("llama").spec)) == [1, 2]
 
@@ -205,7 +205,7 @@ class TestOutOfACache:
                 Stored(start, 9, stop - start, layers)
                 for (start, stop), layers in zip(PLACES, (one, two), strict=True)
             ]
-            return blend(PROMPT, workspace, segments, selector("glance"), FRACTION)
+            return blend(PROMPT, workspace, segments, selector("query"), FRACTION)
 
     def read(self, engine, tokens, read_at, start) -> Segment:
         """What is stored of a text behind its first tokens, all at once."""
@@ -221,7 +221,7 @@ class TestOutOfACache:
             for one, (start, _) in zip((ONE, TWO), PLACES, strict=True)
         ]
         put(workspace, [self.read(engine, PREFIX, 0, 0), *found])
-        wanted = repair(PROMPT, workspace, selector("glance"), FRACTION)
+        wanted = repair(PROMPT, workspace, selector("query"), FRACTION)
         done = self.blended(engine, llama)
         assert np.array_equal(done.log, wanted.log)
         assert np.array_equal(done.positions, wanted.positions)

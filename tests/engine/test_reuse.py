@@ -210,7 +210,7 @@ def test_every_selector_keeps_within_its_fraction(world, name):
         assert np.isfinite(done.log).all()
         assert set(done.positions) <= set(prompt.reused)
         assert (np.diff(done.positions) > 0).all()
-        if name in ("query", "boundary", "random") and len(done.positions):
+        if name in ("query", "view", "boundary", "random") and len(done.positions):
             assert done.fraction <= fraction + 1e-9
         again = repair(prompt, assembled(world, prompt), selector(name), fraction)
         assert np.array_equal(done.positions, again.positions)
@@ -239,13 +239,13 @@ def test_boundary_takes_as_many_of_each_segment(llama):
     assert done.positions.tolist() == [*range(9, 19), *range(79, 89)]
 
 
-def test_query_takes_what_the_question_looks_at_and_rather_what_stands_early(llama):
+def test_view_takes_what_the_question_looks_at_and_rather_what_stands_early(llama):
     prompt = Prompt(TOKENS, 9, PLACES)
     workspace = assembled(llama, prompt)
     mass = workspace.attention(prompt.rows(prompt.question), prompt.question, judged=12)
     assert mass.shape == (3, 4, len(TOKENS))
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
-    done = repair(prompt, workspace, selector("query"), 0.3)
+    done = repair(prompt, workspace, selector("view"), 0.3)
     assert len(done.positions) == int(0.3 * 123 - 12 + 1e-9)
     assert done.fraction <= 0.3
     seen = mass[:, :, prompt.reused]
@@ -256,7 +256,7 @@ def test_query_takes_what_the_question_looks_at_and_rather_what_stands_early(lla
 
 def test_a_fraction_that_looking_alone_exceeds_repairs_nothing(llama):
     prompt = Prompt(TOKENS, 9, PLACES)
-    assert not len(repair(prompt, assembled(llama, prompt), selector("query"), 0.09).positions)
+    assert not len(repair(prompt, assembled(llama, prompt), selector("view"), 0.09).positions)
 
 
 def test_deviation_counts_the_layers_that_it_computes_of_all(llama):

@@ -22,7 +22,7 @@ from kvass.reuse.selectors import DEFAULT
 FRACTION: Final = 0.15
 """What selectors are compared at."""
 
-_OTHERS: Final = [Way(name, FRACTION) for name in ("boundary", "deviation", "random")]
+_OTHERS: Final = [Way(name, FRACTION) for name in ("view", "boundary", "deviation", "random")]
 _ASKED: Final = [NONE, Way(DEFAULT, FRACTION)]
 _CHECKED: Final = 8
 """Prompts that `all` is computed of: it is full prefill again."""

@@ -8,14 +8,14 @@ from kvass.reuse.selectors.all import Everything
 from kvass.reuse.selectors.base import Choice, Selector
 from kvass.reuse.selectors.boundary import Boundary
 from kvass.reuse.selectors.deviation import Deviation
-from kvass.reuse.selectors.glance import Glance
 from kvass.reuse.selectors.none import Nothing
 from kvass.reuse.selectors.query import Query
 from kvass.reuse.selectors.random import Random
+from kvass.reuse.selectors.view import View
 
 SELECTORS: Final[Mapping[str, Callable[[], Selector]]] = {
     "query": Query,
-    "glance": Glance,
+    "view": View,
     "boundary": Boundary,
     "deviation": Deviation,
     "random": Random,

@@ -1,4 +1,6 @@
-"""Selector `query`: what the question looks at, of that rather what stands early in its segment."""
+"""Selector `query`: what the question looks for, of that rather what stands early in its segment."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -6,6 +8,7 @@ import numpy.typing as npt
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.selectors.base import Choice, affordable, layers_of
 from kvass.runner import Workspace
+from kvass.spec import KVSpec
 
 PROBE_TOKENS = 16
 """Of the question, its last so many are asked: they know what it is about."""
@@ -14,19 +17,37 @@ _FADING = 0.6
 """How far KV of a segment is from what full prefill computes falls with how much of the segment comes before
 it: its square about as the power of -0.6 (measured on SmolLM2, see docs/reuse.md)."""
 
+_HEIGHTS = (4 / 15, 7 / 15, 10 / 15)
+"""Where in the model the layers stand that are asked: layers 8, 14 and 20 of SmolLM2's 30."""
+
 
 class Query:
-    """What an error costs is the attention that it gets, times how large it is. The first is measured: by
-    the question's attention over KV as it was put together (as in ProphetKV, arXiv 2602.02579), each layer
-    counting the same. The second is expected, from how far into its segment a token stands."""
+    """What an error costs is the attention that it gets, times how large it is.
+
+    The first is measured: the question is read behind the exact prefix alone, as if there were no segments;
+    what it then looks for is held against their keys in three layers, which is all that must be loaded by
+    then. It is hardly another than with the segments in view (see `view`). The second is expected, from how
+    far into its segment a token stands.
+    """
 
     name = "query"
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
-        mass = workspace.attention(prompt.rows(prompt.new), prompt.new, judged=PROBE_TOKENS)
-        token_layers = len(prompt.new) * len(mass)
+        layers, asking = asked_layers(workspace.spec), prompt.question
+        token_layers = len(asking) * (layers[-1] + 1)
         count = affordable(prompt, layers_of(workspace), fraction, token_layers)
+        mass = workspace.attention(
+            prompt.rows(asking), asking, layers=layers, judged=PROBE_TOKENS, exact=prompt.exact
+        )
         return Choice(looked_at(prompt, mass, count), token_layers)
+
+
+def asked_layers(spec: KVSpec) -> Sequence[int]:
+    """The layers nearest to three heights of a model, rising; of those without a window, if there are any."""
+    total = sum(len(group.layers) for group in spec.groups)
+    whole = [layer for group in spec.groups if group.window is None for layer in group.layers]
+    among = sorted(whole) or range(total)
+    return sorted({min(among, key=lambda one: abs(one - height * total)) for height in _HEIGHTS})
 
 
 def looked_at(prompt: Prompt, mass: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
