@@ -99,7 +99,7 @@ def compared() -> list[Compared]:
     for number in range(40):
         hard = float(random.exponential())
         kl = {NONE: hard, Way(DEFAULT, FRACTION): 0.4 * hard}
-        kl |= {Way(name, FRACTION): 0.5 * hard for name in ("boundary", "deviation", "random")}
+        kl |= {Way(name, FRACTION): 0.5 * hard for name in ("view", "boundary", "deviation", "random")}
         if number == 0:
             kl[ALL] = 2e-7
         ways = dict.fromkeys(kl, 0.1)

@@ -33,5 +33,9 @@ class Pace:
     def patience(self, tokens: int, share: float) -> float:
         """Seconds to wait at most for a worker that would spare computing so many tokens: a share of what
         that takes; none as long as nothing is known."""
+        return share * self.known(tokens)
+
+    def known(self, tokens: int) -> float:
+        """What so many tokens take, by what was learnt; 0 as long as nothing was."""
         with self._guard:
-            return share * self._token_seconds * tokens
+            return self._token_seconds * tokens

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from kvass.quality import SHARE_ROUNDING, BlendMeasured
 from kvass.reuse.prompt import Prompt
+from kvass.reuse.selectors.query import Query
+from kvass.spec import KVSpec
 
 LEAST_REUSED = 128
 """Fewer tokens in segments are not worth the trouble."""
@@ -27,19 +29,22 @@ class Plan(NamedTuple):
     least: float
 
 
-def planned(prompt: Prompt, certified: Sequence[BlendMeasured], most: float) -> Plan | None:
+def planned(
+    prompt: Prompt, spec: KVSpec, certified: Sequence[BlendMeasured], most: float, hidden: float = 0.0
+) -> Plan | None:
     """The least repair of a prompt that is certified, within the fraction that is allowed; None where that is
     not enough, and the prompt has to be read.
 
-    `certified`: what the budget admits, of one selector. Figures are of the share of tokens that is computed
-    anew; choosing them may cost more or less here than it did when they were measured: all that is new, per
-    token reused.
+    `certified`: what the budget admits, of the default selector. Figures are of the share of tokens that is
+    computed anew; choosing them may cost another fraction here than it did when they were measured. `hidden`:
+    a larger fraction that would cost nothing, as loading takes as long.
     """
-    reused = len(prompt.reused)
+    reused, layers = len(prompt.reused), sum(len(group.layers) for group in spec.groups)
     if reused < LEAST_REUSED:
         return None
-    choosing = len(prompt.new) / reused
+    choosing = Query.price(prompt, spec) / (layers * reused)
     for one in sorted(certified, key=lambda one: one.chosen):
-        if one.chosen + choosing <= most:
-            return Plan(one.method, one.chosen + choosing, one.chosen - SHARE_ROUNDING)
+        needed = one.chosen + choosing
+        if needed <= most:
+            return Plan(Query.name, min(most, max(needed, hidden)), one.chosen - SHARE_ROUNDING)
     return None

@@ -271,6 +271,7 @@ class Answering:
             return
         loaded = cache.load(match, held.pool, seconds=self._host.pace.seconds(match.length))
         held.set_loaded(loaded.tokens, match.chunk_tokens)
+        self._host.loads.learn(loaded.tokens, loaded.seconds)
         upon = match.upon(loaded.tokens, loaded.exact_tokens)
         self._state, usage.provenance = upon.state, kind_of_class(upon.state)
         self._made = loaded.made if is_blend(upon.state) else None

@@ -14,10 +14,12 @@ from kvass.keys import Namespace
 from kvass.provenance import Blended
 from kvass.quality import Budget
 from kvass.reuse import arriving
+from kvass.reuse.fraction import hidden_fraction
 from kvass.reuse.plan import Reuse, planned
 from kvass.reuse.prompt import Positions, Prompt
 from kvass.reuse.selectors import DEFAULT, selector
 from kvass.reuse.stored import segments
+from kvass.spec import KVSpec
 
 
 class Blend(NamedTuple):
@@ -44,17 +46,17 @@ def blend(
     certified = cache.repairs(namespace, DEFAULT, budget)
     if not certified:
         return None
-    began = time.perf_counter()
+    began, spec = time.perf_counter(), held.pool.spec
     seconds = host.pace.seconds(tokens.size - exact)
     with segments(cache, namespace, tokens, exact, seconds, reuse.within) as found:
         if not found:
             return None
         prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
-        plan = planned(prompt, certified, reuse.max_fraction)
+        plan = planned(prompt, spec, certified, reuse.max_fraction, _hidden(host, prompt, spec, reuse))
         if plan is None:
             return None
         workspace = TransformersWorkspace(host.model, held.pool)
-        for group in range(len(held.pool.spec.groups)):
+        for group in range(len(spec.groups)):
             workspace.arrays(group, 0, exact)
         left = began + seconds - time.perf_counter()
         done = arriving.blend(prompt, workspace, found, selector(plan.method), plan.fraction, left)
@@ -64,3 +66,14 @@ def blend(
     made = Blended(method=plan.method, chosen=min(1.0, chosen), fraction=done.fraction)
     logits = torch.from_numpy(np.asarray(done.log))
     return Blend(made, prompt, done.positions, logits, time.perf_counter() - began)
+
+
+def _hidden(host: Host, prompt: Prompt, spec: KVSpec, reuse: Reuse) -> float:
+    """The fraction that is computed while the segments are being loaded, as far as speeds are known."""
+    layers, reused = sum(len(group.layers) for group in spec.groups), len(prompt.reused)
+    layer_seconds = host.pace.known(1) / layers
+    if not layer_seconds:
+        return 0.0
+    return hidden_fraction(
+        host.loads.known(reused), layer_seconds, reused, layers, floor=0.0, ceiling=reuse.max_fraction
+    )

@@ -69,7 +69,7 @@ class Host:
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
-        self.pace = Pace()
+        self.pace, self.loads = Pace(), Pace()
         self._slice_tokens = slice_tokens
         self._tenant_salt = tenant_salt
         self._epoch = epoch

@@ -34,12 +34,17 @@ class Query:
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
         layers, asking = asked_layers(workspace.spec), prompt.question
-        token_layers = len(asking) * (layers[-1] + 1)
+        token_layers = self.price(prompt, workspace.spec)
         count = affordable(prompt, layers_of(workspace), fraction, token_layers)
         mass = workspace.attention(
             prompt.rows(asking), asking, layers=layers, judged=PROBE_TOKENS, exact=prompt.exact
         )
         return Choice(looked_at(prompt, mass, count), token_layers)
+
+    @staticmethod
+    def price(prompt: Prompt, spec: KVSpec) -> int:
+        """Token-layers that choosing computes."""
+        return len(prompt.question) * (asked_layers(spec)[-1] + 1)
 
 
 def asked_layers(spec: KVSpec) -> Sequence[int]:
