@@ -17,7 +17,7 @@ from kvass.codecs.registry import NotDecodableError
 from kvass.config import Settings
 from kvass.errors import CorruptObjectError, InputError
 from kvass.keys import tenant_digest
-from kvass.provenance import Lossy
+from kvass.provenance import Blended, Lossy, kind_of_class
 from kvass.serve.tenants import tenant_salt
 
 _WIDE = 130
@@ -54,7 +54,7 @@ def list_objects(
         table.add_row(
             f"{stored.address[:16]}…-{header.group}", stored.tier,
             *((escape(header.namespace.model),) if wide else ()), span, size(entry.size), _codec(header),
-            f"{_ratio(stored, header):.2f}", header.namespace.state,
+            f"{_ratio(stored, header):.2f}", kind_of_class(header.namespace.state),
             *((when(entry.accessed),) if wide else ()),
         )  # fmt: skip
     out.print(table)
@@ -98,7 +98,8 @@ def _row(stored: StoredChunk, header: Any) -> dict[str, Any]:
         "address": stored.address, "tier": stored.tier, "model": header.namespace.model,
         "position": entry.position, "tokens": entry.length, "bytes": entry.size, "created": entry.created,
         "last_used": entry.accessed, "pinned_until": entry.pinned_until, "codec": _codec(header),
-        "ratio": round(_ratio(stored, header), 3), "provenance": header.namespace.state,
+        "ratio": round(_ratio(stored, header), 3),
+        "provenance": kind_of_class(header.namespace.state),
     }  # fmt: skip
 
 
@@ -160,7 +161,9 @@ def show(
 
 def _provenance(header: Any) -> str:
     done = header.provenance
-    said: str = header.namespace.state
+    said = kind_of_class(header.namespace.state)
+    if isinstance(done, Blended):
+        said += f", by {done.method}, {done.chosen:.1%} of moved tokens computed anew"
     if isinstance(done, Lossy):
         said += f", by the tables {done.tables[:12]}"
         if done.behind:
