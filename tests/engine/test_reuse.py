@@ -20,6 +20,8 @@ from kvass.reuse.assembly import Segment, put
 from kvass.reuse.prompt import Prompt
 from kvass.reuse.repair import repair
 from kvass.reuse.selectors import SELECTORS, selector
+from kvass.reuse.stored import joined
+from kvass.reuse.stored import segments as opened
 from kvass.runner import Branch
 
 FAMILIES = (
@@ -345,13 +347,28 @@ class TestStored:
         done = repair(prompt, workspace, selector("all"), 1.0)
         assert np.abs(done.log - llama.logits(tokens)).max() < ATOL
 
-    def test_what_a_window_has_passed_over_is_a_miss(self, cache):
-        engine = Engine(tiny("mistral"), cache)
-        self.put_in(engine, [*PREFIX, *ONE])
-        asked = [*QUESTION, *ONE, 5]
-        (passage,) = cache.passages(asked, engine.namespace)
-        assert passage.tokens == len(ONE) > WINDOW
-        assert segments(cache, engine.namespace, asked, 0) == []
+    @pytest.mark.parametrize("family", ["mistral", "gemma3"])
+    def test_a_passage_longer_than_the_window_comes_in_pieces(self, cache, family):
+        world = World(family)
+        engine = Engine(tiny(family), cache)
+        self.put_in(engine, [*text(30, 6), *ONE, *TWO])
+        tokens = [*PREFIX, *ONE, *TWO, *QUESTION]
+        with opened(cache, engine.namespace, tokens, 9) as pieces:
+            assert joined(pieces) == [(9, 9 + len(ONE) + len(TWO))]
+            assert len(pieces) > 2
+            assert all(piece.tokens < WINDOW for piece in pieces)
+        found = segments(cache, engine.namespace, tokens, 9)
+        workspace = world.workspace(len(tokens))
+        put(workspace, [world.segment([], PREFIX, 0), *found])
+        own = world.workspace(len(tokens))
+        whole = Segment(9, 30, world.segment(text(30, 6), [*ONE, *TWO], 9).kv)
+        put(own, [world.segment([], PREFIX, 0), whole])
+        for group in range(len(world.spec.groups)):
+            for name in ("k", "v"):
+                moved, wanted = (
+                    one.arrays(group, 9, len(tokens) - len(QUESTION)) for one in (workspace, own)
+                )
+                assert np.allclose(moved[name], wanted[name], atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])

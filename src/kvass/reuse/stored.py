@@ -13,6 +13,7 @@ from kvass.cache.layers import Layers
 from kvass.chunks import as_tokens
 from kvass.container import Array
 from kvass.keys import Namespace
+from kvass.spec import KVSpec
 
 
 class Stored(NamedTuple):
@@ -40,18 +41,20 @@ def segments(
     within: Sequence[tuple[int, int]] = (),
 ) -> Iterator[list[Stored]]:  # fmt: skip
     """The passages of a prompt behind its first `exact` tokens that this machine's tiers hold, open to be
-    read while this lasts, apart from each other, in order; the last token of the prompt stays new.
+    read while this lasts, apart from each other, in order; the last token of the prompt stays new. Those that
+    are longer than a window are given in pieces.
 
     `within`: where any of these spans are given, only what lies inside of them. Left out is what cannot be
-    opened within so many seconds, of which a window has passed over the beginning, or that lies in an
-    engine's own layout. Never raises because of a tier. Raises InputError for unusable tokens.
+    opened within so many seconds, or lies in an engine's own layout. Never raises because of a tier. Raises
+    InputError for unusable tokens.
     """
     until = None if seconds is None else time.monotonic() + seconds
     prompt = as_tokens(tokens)
     found = cache.passages(prompt[:-1], namespace, start=exact)
     if within:
         found = [cut for one in found for span in within if (cut := _inside(one, *span)) is not None]
-    wanted = [one for one in sorted(found, key=lambda one: -one.tokens) if _movable(one, namespace)]
+    found = [piece for one in found for piece in _pieces(one, namespace.spec)]
+    wanted = sorted(found, key=lambda one: -one.tokens) if namespace.layout == "canonical" else []
     opened: list[Stored] = []
     with ExitStack() as stack:
         for passage, match in zip(wanted, cache.donors(wanted, namespace), strict=True):
@@ -77,7 +80,27 @@ def _inside(passage: Passage, start: int, stop: int) -> Passage | None:
     return passage._replace(start=first, stop=last, place=passage.place + first - passage.start)
 
 
-def _movable(passage: Passage, namespace: Namespace) -> bool:
-    """Whether its KV is laid out as what moves it expects, and every window still sees its first token."""
-    first = max(group.first_needed(passage.end) for group in namespace.spec.groups)
-    return namespace.layout == "canonical" and first <= passage.place
+def _pieces(passage: Passage, spec: KVSpec) -> Iterator[Passage]:
+    """A passage cut so that, at the end of each piece, every window still sees its first token: a load gives
+    what the last token needs."""
+    while passage.tokens:
+        first = max(group.first_needed(passage.end) for group in spec.groups)
+        size = passage.end - max(first, passage.place)  # what the windows see, the same at every end
+        piece = passage._replace(stop=passage.start + size)
+        if size <= 0:
+            return
+        yield piece
+        passage = passage._replace(start=piece.stop, place=piece.end)
+
+
+def joined(found: Sequence[Stored]) -> list[tuple[int, int]]:
+    """Where segments lie, those that stood together in what was read as one."""
+    places: list[tuple[int, int]] = []
+    last: Stored | None = None
+    for one in found:
+        if last is not None and (one.start, one.read_at) == (last.stop, last.read_at + last.tokens):
+            places[-1] = places[-1][0], one.stop
+        else:
+            places.append((one.start, one.stop))
+        last = one
+    return places

@@ -18,7 +18,7 @@ from kvass.reuse.fraction import hidden_fraction
 from kvass.reuse.plan import Reuse, planned
 from kvass.reuse.prompt import Positions, Prompt
 from kvass.reuse.selectors import DEFAULT, selector
-from kvass.reuse.stored import segments
+from kvass.reuse.stored import joined, segments
 from kvass.spec import KVSpec
 
 
@@ -51,7 +51,7 @@ def blend(
     with segments(cache, namespace, tokens, exact, seconds, reuse.within) as found:
         if not found:
             return None
-        prompt = Prompt(tokens.tolist(), exact, [(one.start, one.stop) for one in found])
+        prompt = Prompt(tokens.tolist(), exact, joined(found))
         plan = planned(prompt, spec, certified, reuse.max_fraction, _hidden(host, prompt, spec, reuse))
         if plan is None:
             return None
