@@ -1,5 +1,6 @@
 """Chats over documents that stand in another order than they were read in, through the official client."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
-from harness.servers import Server
+from harness.servers import Server, environment
+from kvass.cli import app
 from kvass.config import Settings
 from kvass.engines.transformers import Engine, load_model
 from kvass.engines.transformers.hosting import kept_under
@@ -143,6 +146,68 @@ def test_two_at_once_get_what_each_asked_for(begin: Callable[..., Client], first
     assert is_repaired(told[id(WISH)][0])
     assert not is_repaired(told[id(EXACT)][0])
     assert told[id(EXACT)][1] == alone
+
+
+@pytest.fixture
+def explain(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any] | str]:
+    """What `kvass explain` says of the chat over the same tiers."""
+    chat = tmp_path / "chat.json"
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED}]
+    chat.write_text(json.dumps(messages))
+
+    def asked(*arguments: str, **settings: str) -> dict[str, Any] | str:
+        own = {"models_path": str(tmp_path / "models"), "reuse_max_fraction": "0.5", "lossy_max_kl": "0.1"}
+        for name, value in (environment(tmp_path, **(own | settings)) | {"COLUMNS": "60"}).items():
+            monkeypatch.setenv(name, value)
+        told = ["explain", "--model", tiny_model, "--dtype", "float32", "--messages", str(chat), *arguments]
+        output = CliRunner().invoke(app, told, catch_exceptions=False).output
+        return json.loads(output) if "--json" in arguments else output
+
+    return asked
+
+
+def test_explain_shows_what_a_request_then_does(begin: Callable[..., Client], explain: Any) -> None:
+    client = begin()
+    assert "anywhere" not in explain("--json")
+    found = explain("--json", "--anywhere")
+    pieces = found["anywhere"]
+    assert pieces["reason"] == ""
+    told = client.ask(ASKED, WISH)  # what was explained was not stored: this is repaired now
+    assert is_repaired(told)
+    assert sum(stop - start for start, stop in pieces["segments"]) == told.kvass["reused_tokens"]
+    assert pieces["recomputed_fraction"] == told.kvass["recomputed_fraction"]
+    assert found["tokens"] == told.usage.prompt_tokens
+    for token in pieces["recomputed"]:
+        assert any(start <= token < stop for start, stop in pieces["segments"])
+
+
+def test_explain_draws_the_prompt(begin: Callable[..., Client], explain: Any) -> None:
+    begin()
+    pieces = explain("--json", reuse="anywhere")["anywhere"]  # as the setting says
+    lines = explain("--anywhere").splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("==="))
+    upper, lower = lines[at], lines[at + 1].ljust(60)
+    assert (len(upper), upper[-1]) == (60, ".")
+    assert upper.strip("=").strip(".").strip("-") == ""
+    assert 20 < upper.count("-") < 40
+    assert all(one == "-" for one, below in zip(upper, lower, strict=True) if below != " ")
+    legend = " ".join(lines[at + 2 : at + 4])
+    assert f"# recomputed {len(pieces['recomputed'])}" in legend
+    ((start, stop),) = pieces["segments"]
+    said = f"{start:,} to {stop - 1:,}: {stop - start:,} tokens read elsewhere, {len(pieces['recomputed'])} "
+    assert said in " ".join(lines)
+
+
+def test_explain_says_why_nothing_is_reused(
+    begin: Callable[..., Client], explain: Any, tmp_path: Path
+) -> None:
+    begin()
+    assert "KL" in explain("--anywhere", "--json", lossy_max_kl="0.001")["anywhere"]["reason"]
+    assert "too much" in explain("--anywhere", "--json", reuse_max_fraction="0.1")["anywhere"]["reason"]
+    without = explain("--anywhere", models_path=str(tmp_path / "empty"))
+    assert "kvass calibrate --blends" in without
 
 
 @pytest.mark.parametrize(
