@@ -57,10 +57,15 @@ class Engine:
         """The first of its processes; the others are below it."""
         return self._process.pid
 
-    def ask(self, prompts: list[list[int]], *, drain: bool = False) -> Job:
-        """One token to each prompt: seconds for all of them, and cached tokens of each."""
+    def ask(
+        self, prompts: list[list[int]], *, drain: bool = False, salt: str | None = None,
+        transfer: Job | None = None,
+    ) -> Job:  # fmt: skip
+        """One token to each prompt: seconds for all of them, and cached tokens of each. `salt`: their
+        `cache_salt`, `transfer`: their `kv_transfer_params`."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ask": prompts, "drain": drain}) + "\n")
+        asked = {"ask": prompts, "drain": drain, "salt": salt, "transfer": transfer}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return self._answer()
 

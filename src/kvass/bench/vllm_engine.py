@@ -44,11 +44,14 @@ class _Engine:
         self._llm: Any = LLM(model=job["model"], **options)
 
     def do(self, what: Job) -> Job:
-        """Answer prompts at once (`ask`, `drain` inside of the time or not)."""
+        """Answer prompts at once (`ask`, `drain` inside of the time or not; `salt` and `transfer` of all)."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=what.get("tokens", 1), ignore_eos=True)
-        prompts = [{"prompt_token_ids": one} for one in what["ask"]]
+        if what.get("transfer"):
+            params.extra_args = {"kv_transfer_params": what["transfer"]}
+        salted = {"cache_salt": what["salt"]} if what.get("salt") else {}
+        prompts = [{"prompt_token_ids": one, **salted} for one in what["ask"]]
         began = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         if what.get("drain"):

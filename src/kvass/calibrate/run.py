@@ -31,16 +31,16 @@ CERTIFIED: Final = ("lossless", "int8", "kivi4", "kivi2", "q1", "q2", "q3", "q4"
 
 def calibrate_repair(
     loaded: LoadedModel, namespace: Namespace, models_path: Path, *, texts: Path | None,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int], None], prompts: int = PROMPTS,
 ) -> tuple[Path, BlendCertificate]:  # fmt: skip
-    """Measure repair of prompts of moved segments on held texts, and keep the certificate; its folder, and
-    it.
+    """Measure repair of so many prompts of moved segments on held texts, and keep the certificate; its
+    folder, and it.
 
     `loaded` and `namespace` as in `calibrate`. Raises UnsupportedModelError where KV cannot be moved.
     """
     runner = TransformersRunner(loaded)
-    alone, measured = measure_repair(held_texts(texts), runner, progress)
-    certificate = certify_blends(namespace, PROMPTS, alone, measured)
+    alone, measured = measure_repair(held_texts(texts), runner, progress, prompts)
+    certificate = certify_blends(namespace, prompts, alone, measured)
     return keep_blends(models_path, namespace, certificate), certificate
 
 

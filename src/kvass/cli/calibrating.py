@@ -66,4 +66,4 @@ def calibrate(
         )
         return
     out.print(f"calibrated in {seconds / 60:.1f} minutes: {escape(str(folder))}", soft_wrap=True)
-    out.print(f"see: kvass quality {escape(model)}", soft_wrap=True)
+    out.print(f"see: kvass quality {escape(model)}{' --blends' if blends else ''}", soft_wrap=True)

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from kvass.calibrate.picture import LEAST_KL, Drawn, write_png
 from kvass.cli.output import AsJson, needs_transformers, out, print_json
+from kvass.cli.repairs import show_repairs
 from kvass.config import Settings
-from kvass.errors import ModelFilesError
+from kvass.errors import InputError, ModelFilesError
 from kvass.quality import Budget, Certificate, Gate, Measured, calibrated_folder
 
 _WIDTH, _HEIGHT = 64, 16
@@ -27,17 +28,26 @@ def quality(
     png: Annotated[
         Path | None, typer.Option("--png", help="Write the plot to this PNG file (needs kvass\\[plot]).")
     ] = None,
+    blends: Annotated[
+        bool, typer.Option("--blends", help="Show what repair of moved passages costs instead.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what each codec was measured to cost a model, and whether it may be used.
 
+    With --blends: what `kvass calibrate --blends` measured of reusing passages that were read elsewhere.
     Example: kvass quality smollm2-135m --png quality.png
     """
+    if blends and png is not None:
+        raise InputError("--png draws codecs; leave it out with --blends")
     needs_transformers()
     from kvass.engines.transformers.load import certified_namespace
 
     settings = Settings.load()
     namespace = certified_namespace(model, settings.models_path)
+    if blends:
+        show_repairs(namespace, settings, as_json)
+        return
     gate = Gate(settings.models_path)
     certificate = gate.certificate(namespace)
     if certificate is None:

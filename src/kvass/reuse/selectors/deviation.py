@@ -18,15 +18,17 @@ class Deviation:
 
     def choose(self, prompt: Prompt, workspace: Workspace, fraction: float) -> Choice:
         rows = np.sort(np.concatenate([prompt.reused, prompt.new]))
-        held = workspace.layer(CHECKED_LAYER)["v"]
+        layers = layers_of(workspace)
+        checked = min(CHECKED_LAYER, layers - 1)
+        held = workspace.layer(checked)["v"]
         before = held[prompt.reused].astype(np.float32)
-        workspace.recompute(prompt.rows(rows), rows, layers=CHECKED_LAYER)
+        workspace.recompute(prompt.rows(rows), rows, layers=checked)
         apart = np.square(held[prompt.reused].astype(np.float32) - before).sum(axis=(1, 2))
         # the chosen ones' first layers are computed here and not again
-        token_layers, layers = (CHECKED_LAYER + 1) * len(prompt.reused), layers_of(workspace)
-        rest = layers - CHECKED_LAYER - 1
+        token_layers = (checked + 1) * len(prompt.reused)
+        rest = max(1, layers - checked - 1)  # where none is left, nothing is affordable
         count = max(0, int((fraction * layers * len(prompt.reused) - token_layers) / rest + 1e-9))
         return Choice(
             np.sort(prompt.reused[np.argsort(-apart, kind="stable")[:count]]),
-            token_layers - (CHECKED_LAYER + 1) * count,
+            token_layers - (checked + 1) * count,
         )
