@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.bench import blend_time, moved
+from kvass.bench import blend_time, blend_vllm, moved
 from kvass.bench.report import machine
 from kvass.calibrate.blending import items
 from kvass.calibrate.repairing import ALL, DEFAULTS, NONE, Compared, Way, compare
@@ -31,13 +31,15 @@ Progress = Callable[[int, int], None]
 
 
 def run(
-    disk: Path, models_path: Path, *, model: str, prompts: int, rounds: int, progress: Progress
-) -> dict[str, Any]:
-    """Quality over `prompts` prompts, then time to first token in `rounds` interleaved rounds (0: not)."""
+    disk: Path, models_path: Path, *, model: str, prompts: int, rounds: int, vllm_rounds: int,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Quality over `prompts` prompts, then time to first token in `rounds` interleaved rounds (0: not), and
+    in a real vLLM in `vllm_rounds` (0: not)."""
     loaded = load_model(model, dtype="float32", models_path=models_path)
     runner = TransformersRunner(loaded)
     asked = items(held_texts(), runner, prompts)
-    total = len(asked) + rounds + 1
+    total = len(asked) + rounds + vllm_rounds + 1
     found: list[Compared] = []
     for number, item in enumerate(asked):
         ways = [NONE, *DEFAULTS, *_OTHERS, *([ALL] if number < _CHECKED else [])]
@@ -56,6 +58,11 @@ def run(
         report |= blend_time.run(
             disk, models_path, model, rounds, lambda done: progress(len(asked) + 1 + done, total)
         )
+    if vllm_rounds:
+        report |= blend_vllm.run(
+            disk, models_path, model=model, rounds=vllm_rounds,
+            progress=lambda done: progress(len(asked) + 1 + rounds + done, total),
+        )  # fmt: skip
     return report
 
 

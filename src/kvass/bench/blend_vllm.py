@@ -6,6 +6,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +20,16 @@ from kvass.quality import BlendMeasured, certify_blends, keep_blends
 from kvass.reuse.selectors import DEFAULT
 
 DOCUMENTS, TOKENS, SYSTEM, QUESTION = 6, 512, 128, 32
+_PROMPT: Final = SYSTEM + DOCUMENTS * TOKENS + QUESTION
 CHUNK: Final = 128
-_MARK: Final = "kvass-approximate"
+_MARK: Final = "kvass-approximate"  # SALT_MARK of kvass.engines.vllm, which only vLLM's processes import
 _CERTIFIED: Final = BlendMeasured(
     method=DEFAULT, chosen=0.1, fraction=0.15, kl_mean=0.005, kl_low=0.0, kl_high=0.01, top1=0.9,
     facts_tried=200, facts_lost=0, facts_lost_high=0.015,
 )  # fmt: skip
 """The benchmark's own, so that it needs no calibration: nothing of it was measured."""
 
+_SETTLE_SECONDS: Final = 120.0
 _WISH: Final = {"kvass": {"reuse": "anywhere", "max_fraction": 0.15}}
 
 
@@ -34,8 +37,9 @@ class _Bench:
     """Two vLLMs: `blending` over tiers that hold all documents, each read behind the system text, and `plain`
     without a connector."""
 
-    def __init__(self, blending: Engine, plain: Engine):
-        self._blending, self._plain = blending, plain
+    def __init__(self, blending: Engine, plain: Engine, log: Path):
+        """`log`: of the worker."""
+        self._blending, self._plain, self._log = blending, plain, log
         self._draw = random.Random(5)
         self._system = random_tokens(self._draw, SYSTEM)
         self._documents = [random_tokens(self._draw, TOKENS) for _ in range(DOCUMENTS)]
@@ -47,11 +51,6 @@ class _Bench:
         for one in self._documents:
             self._blending.ask([self._system + one], drain=True)
 
-    @property
-    def whole(self) -> int:
-        """Tokens of a prompt that can be loaded: whole chunks, and not the last token."""
-        return (len(self._prompt) - 1) // CHUNK * CHUNK
-
     def blended(self) -> float:
         """Seconds to the first token of a prompt with the documents in a new order, and a new question."""
         order = self._draw.sample(self._documents, DOCUMENTS)
@@ -59,7 +58,17 @@ class _Bench:
         self._prompt = [*self._system, *(token for one in order for token in one), *question]
         answer = self._blending.ask([self._prompt], salt=_MARK, transfer=_WISH)
         self.cached.append(answer["cached"][0])
+        self._settle()
         return float(answer["seconds"])
+
+    def _settle(self) -> None:
+        """Where a job was not waited for to its end, the worker goes on: that is not the next round's matter.
+        Raises ConfigError where it never ends."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while self._log.read_text(errors="replace").count("\njob ") < len(self.cached):
+            if time.monotonic() > until:
+                raise ConfigError(f"the worker does not end: {self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.1)
 
     def plain(self) -> float:
         """Seconds to the first token of the same prompt."""
@@ -84,7 +93,7 @@ def run(
             running(folder, log, transfer=None) as plain,
             running(folder, log, transfer=connector(**settings)) as blending,
         ):
-            bench = _Bench(blending, plain)
+            bench = _Bench(blending, plain, ssd / "worker.log")
             bench.read()
             with _worker(model, settings, ssd / "worker.log"):
                 bench.blended()  # for the first time, neither half is warm
@@ -94,10 +103,11 @@ def run(
                     rounds,
                     lambda: progress(next(done) // 2),
                 )
-    return _summed_up(seconds, bench.cached[1:], bench.whole)
+    return _summed_up(seconds, bench.cached[1:])
 
 
-def _summed_up(seconds: dict[str, list[float]], cached: list[int], whole: int) -> dict[str, Any]:
+def _summed_up(seconds: dict[str, list[float]], cached: list[int]) -> dict[str, Any]:
+    whole = (_PROMPT - 1) // CHUNK * CHUNK  # what can be loaded: whole chunks, and not the last token
     found = ratios(seconds["plain"], seconds["blended"])
     return {
         "vllm_speedup": round(statistics.median(found), 3),
@@ -110,9 +120,6 @@ def _summed_up(seconds: dict[str, list[float]], cached: list[int], whole: int) -
             "seconds": {name: [round(one, 3) for one in each] for name, each in seconds.items()},
         },
     }  # fmt: skip
-
-
-_PROMPT: Final = SYSTEM + DOCUMENTS * TOKENS + QUESTION
 
 
 def _own_models(models_path: Path, own: Path, model: str) -> Path:
@@ -131,9 +138,12 @@ def _worker(model: str, settings: Job, log: Path) -> Iterator[None]:
     """A worker of the model over these settings, ready."""
     own = {f"KVASS_{name.upper()}": str(value) for name, value in settings.items()}
     with log.open("ab") as output:
+        output.write(b"\n")  # so that every job's line follows on one
+        output.flush()
         process = subprocess.Popen(  # noqa: S603 - ourselves
             [sys.executable, "-m", "kvass", "worker", "--model", model],
-            env=os.environ | own, stdout=subprocess.PIPE, stderr=output, text=True,
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | own, stdout=subprocess.PIPE, stderr=output,
+            text=True,
         )  # fmt: skip
     try:
         assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
@@ -219,6 +220,9 @@ def bench_blend(
     model: Model = "smollm2-135m",
     prompts: Annotated[int, typer.Option(min=2, help="Prompts of six segments.")] = 100,
     rounds: Annotated[int, typer.Option(min=0, help="Interleaved rounds of what is timed.")] = 5,
+    vllm_rounds: Annotated[
+        int, typer.Option("--vllm-rounds", min=0, help="Rounds in a real vLLM with a worker; 0: not.")
+    ] = 3,
     disk: Disk = Path(".bench"),
     as_json: AsJson = False,
 ) -> None:
@@ -227,13 +231,16 @@ def bench_blend(
     Example: kvass bench blend --prompts 4 --rounds 3
     """
     needs_transformers()
+    if vllm_rounds and find_spec("vllm") is None:  # said now, not after all the rest
+        raise InputError("--vllm-rounds needs vLLM, which is not installed; give 0, or install it")
     from kvass.bench import blend
 
     settings = Settings.load()
     with progress_to("blend") as told:
         found = blend.run(
-            disk, settings.models_path, model=model, prompts=prompts, rounds=rounds, progress=told
-        )
+            disk, settings.models_path, model=model, prompts=prompts, rounds=rounds,
+            vllm_rounds=vllm_rounds, progress=told,
+        )  # fmt: skip
     _report(found, as_json)
 
 

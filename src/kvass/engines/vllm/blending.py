@@ -1,7 +1,7 @@
 """State that a worker repaired for a prompt: asked for, waited for a while, and then found like any other."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,24 +46,30 @@ class Blends:
         self._pace = pace
         self._jobs: Jobs | None = None
 
+    def ended(self, wish: Wish | None, seconds: float) -> bool:
+        """Whether a request need not wait for a worker, any more; asks the queue for so many seconds."""
+        if wish is None or wish.job is None or self._jobs is None or time.monotonic() >= wish.until:
+            return True
+        if self._jobs.wait(wish.job, seconds) == "timeout":
+            return False
+        wish.job = None
+        return True
+
     def lookup(
-        self, wish: Wish | None, permits: Permissions, namespace: Namespace, prompt: Sequence[int], exact:
-        Match, start: int, pause: Callable[[], float],
+        self, wish: Wish | None, permits: Permissions, namespace: Namespace, prompt: Sequence[int],
+        exact: Match, start: int, pause: float,
     ) -> tuple[Wish, Match | None]:  # fmt: skip
         """What is stored of a prompt that was repaired, where that is more than `exact`; None: a worker is at
         it. `start`: tokens that the engine has; `pause`: seconds to wait inside of this call."""
         limit = (len(prompt) - 1) // self._cache.chunk_tokens * self._cache.chunk_tokens
         found = self._found(permits, namespace, prompt, exact, limit)
-        if found.length > exact.length or exact.length >= limit:
+        if found.length > exact.length or exact.length >= limit or wish is not None:
             return wish or Wish(), found
-        if wish is None:
-            wish = self._ask(permits, namespace, prompt, max(start, exact.length), limit)
-        if wish.job is None or self._jobs is None or time.monotonic() >= wish.until:
+        wish = self._ask(permits, namespace, prompt, max(start, exact.length), limit)
+        if wish.job is None:
             return wish, exact
-        outcome = self._jobs.wait(wish.job, pause())
-        if outcome == "timeout":
+        if not self.ended(wish, pause):
             return wish, None
-        wish.job = None
         return wish, self._found(permits, namespace, prompt, exact, limit)
 
     def _found(

@@ -197,6 +197,9 @@ class SchedulerHalf:
         cache = self._cache
         if known.staging is not None and not self._staged(known):
             return None
+        pause = 0.0 if self._busy else _IDLE_WAIT
+        if not self._blends.ended(known.wish, pause):
+            return None  # nothing is looked up meanwhile: the worker may need this core
         match = self._here(tokens, namespace, limit)
         if known.staging is None and cache.remote and match.length < limit:
             patience = self._pace.seconds(limit - max(computed, match.length))
@@ -208,9 +211,8 @@ class SchedulerHalf:
         if known.permits.reuse and match.length < limit:
             prompt = known.request.prompt_token_ids or []
             known.wish, better = self._blends.lookup(
-                known.wish, known.permits, namespace, prompt, match, computed,
-                lambda: 0 if self._busy else _IDLE_WAIT,
-            )  # fmt: skip
+                known.wish, known.permits, namespace, prompt, match, computed, pause
+            )
             return better
         return match
 
