@@ -87,6 +87,11 @@ def codec_of_class(state: str) -> str | None:
     return state.removeprefix(_LOSSY) if state.startswith(_LOSSY) else None
 
 
+APPROXIMATE_SALT = "kvass-approximate"
+"""How the `cache_salt` of a vLLM request ends that may use approximate state. vLLM shares blocks within a
+salt only, so that no other request gets what such a one loaded."""
+
+
 def blend_class(prompt: bytes) -> str:
     """The class of what was repaired for a prompt of these tokens (little-endian int32): what is chosen
     depends on its question, so that two prompts that begin alike have no blended state in common."""

@@ -179,6 +179,27 @@ def test_permissions_reach_the_connector(front: Server) -> None:
         assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("kv"), reply.text
 
 
+def test_a_wish_for_reuse_anywhere_reaches_the_connector_under_a_marked_salt(
+    front: Server, shared: Server
+) -> None:
+    wish = {"reuse": "anywhere", "max_fraction": 0.3, "budget": {"kl": 0.1}}
+
+    def sent(server: Server, headers: dict[str, str] | None = None, **body: Any) -> Any:
+        return _arrived(server.post("/v1/chat/completions", body, headers=headers or {}))
+
+    told = sent(front, kvass=wish)
+    assert told == {"kv_transfer_params": {"kvass": wish}, "cache_salt": "kvass-approximate"}
+    assert sent(front, kvass=wish, cache_salt="mine/")["cache_salt"] == "mine/kvass-approximate"
+    assert sent(front, kvass={"reuse": "prefix"}) == {"kv_transfer_params": {"kvass": {"reuse": "prefix"}}}
+    plain = sent(shared, _as("alice"))["cache_salt"]
+    assert sent(shared, _as("alice"), kvass=wish)["cache_salt"] == plain + "kvass-approximate"
+    for bad in ({"reuse": "everywhere"}, {"max_fraction": 0}, {"max_fraction": 2}, {"budget": {"kl": -1}}):
+        reply = front.post("/v1/chat/completions", {"kvass": bad})
+        assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("kvass."), reply.text
+    reply = front.post("/v1/chat/completions", {"kvass": wish, "cache_salt": 3})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "cache_salt"
+
+
 # -- tenants ------------------------------------------------------------------------------------------
 
 

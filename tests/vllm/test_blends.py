@@ -13,8 +13,8 @@ from harness.vllm_server import Engines
 from kvass.cache import KVCache
 from kvass.config import Settings
 from kvass.engines.transformers import LoadedModel, shared_with
-from kvass.engines.vllm.blending import SALT_MARK, tenant_of
-from kvass.provenance import is_blend
+from kvass.engines.vllm.blending import tenant_of
+from kvass.provenance import APPROXIMATE_SALT, is_blend
 from kvass.quality import BlendMeasured, certify_blends, keep_blends
 
 Answer = dict[str, Any]
@@ -54,14 +54,14 @@ def test_vllm_loads_what_a_worker_repaired(
     two = encode("The mill is painted green; its keeper counts the sacks every evening. " * 40)[:420]
     question = encode("\nWhat colour is the mill?")
     prompt = system + two + one + question
-    marked = {"salt": SALT_MARK, "transfer": ANYWHERE}
+    marked = {"salt": APPROXIMATE_SALT, "transfer": ANYWHERE}
     asked: list[tuple[str, list[int], Answer]] = [
         ("read", system + one, {}),
         ("read", system + two, {}),
         ("no mark", prompt, {"transfer": {"kvass": {**ANYWHERE["kvass"], "store": False}}}),
         *[("asked", prompt, marked)] * 4,
         ("exact", prompt, {"transfer": {"kvass": {"store": False}}}),
-        ("marked, but no wish", prompt, {"salt": SALT_MARK}),
+        ("marked, but no wish", prompt, {"salt": APPROXIMATE_SALT}),
     ]
     worker = subprocess.Popen(
         [sys.executable, "-m", "kvass", "worker", "--model", "smollm2-135m", "--dtype", "float32"],
@@ -95,6 +95,6 @@ def test_the_mark_ends_a_salt() -> None:
     assert tenant_of(None) == (None, False)
     assert tenant_of("") == ("", False)
     assert tenant_of("acme") == ("acme", False)
-    assert tenant_of(SALT_MARK) == (None, True)
-    assert tenant_of(f"acme/{SALT_MARK}") == ("acme/", True)
-    assert tenant_of(f"{SALT_MARK}/acme") == (f"{SALT_MARK}/acme", False)
+    assert tenant_of(APPROXIMATE_SALT) == (None, True)
+    assert tenant_of(f"acme/{APPROXIMATE_SALT}") == ("acme/", True)
+    assert tenant_of(f"{APPROXIMATE_SALT}/acme") == (f"{APPROXIMATE_SALT}/acme", False)

@@ -16,13 +16,13 @@ from kvass.bench.scratch import scratch
 from kvass.bench.vllm import Engine, Job, connector, random_tokens, running
 from kvass.engines.transformers.load import certified_namespace, find_model
 from kvass.errors import ConfigError
+from kvass.provenance import APPROXIMATE_SALT
 from kvass.quality import BlendMeasured, certify_blends, keep_blends
 from kvass.reuse.selectors import DEFAULT
 
 DOCUMENTS, TOKENS, SYSTEM, QUESTION = 6, 512, 128, 32
 _PROMPT: Final = SYSTEM + DOCUMENTS * TOKENS + QUESTION
 CHUNK: Final = 128
-_MARK: Final = "kvass-approximate"  # SALT_MARK of kvass.engines.vllm, which only vLLM's processes import
 _CERTIFIED: Final = BlendMeasured(
     method=DEFAULT, chosen=0.1, fraction=0.15, kl_mean=0.005, kl_low=0.0, kl_high=0.01, top1=0.9,
     facts_tried=200, facts_lost=0, facts_lost_high=0.015,
@@ -56,7 +56,7 @@ class _Bench:
         order = self._draw.sample(self._documents, DOCUMENTS)
         question = random_tokens(self._draw, QUESTION)
         self._prompt = [*self._system, *(token for one in order for token in one), *question]
-        answer = self._blending.ask([self._prompt], salt=_MARK, transfer=_WISH)
+        answer = self._blending.ask([self._prompt], salt=APPROXIMATE_SALT, transfer=_WISH)
         self.cached.append(answer["cached"][0])
         self._settle()
         return float(answer["seconds"])

@@ -6,8 +6,9 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ValidationError
 
+from kvass.provenance import APPROXIMATE_SALT
 from kvass.serve.errors import ApiError
-from kvass.serve.schemas import KvassOptions
+from kvass.serve.schemas import ReuseOptions
 
 _SALT = "kvass upstream cache salt v1"
 
@@ -19,8 +20,9 @@ def rewrite(body: bytes, content_type: str, salt: str) -> tuple[bytes, bool]:
     """A request's body as the upstream gets it, and whether it asks about one prompt.
 
     With a `salt` every JSON object gets a `cache_salt`: a digest of it, and of the client's own. The field
-    `kvass` is taken out; what it forbids goes into `kv_transfer_params.kvass`, where the connector reads
-    it. A body in which nothing changes keeps its bytes. Raises ApiError where a salt cannot be put in.
+    `kvass` is taken out; what it forbids, and what it says of reuse, goes into `kv_transfer_params.kvass`,
+    where the connector reads it. Where it asks for reuse anywhere, the salt is marked. A body in which
+    nothing changes keeps its bytes. Raises ApiError where a salt cannot be put in.
     """
     try:
         asked = json.loads(body)
@@ -33,9 +35,11 @@ def rewrite(body: bytes, content_type: str, salt: str) -> tuple[bytes, bool]:
             raise ApiError(400, "the body: must be a JSON object")
         return body, True
     changed = "kvass" in asked or bool(salt)
-    _permit(asked, asked.pop("kvass", None))
+    anywhere = _permit(asked, asked.pop("kvass", None))
     if salt:
         asked["cache_salt"] = _mixed(salt, asked.get("cache_salt"))
+    if anywhere:
+        asked["cache_salt"] = _text(asked.get("cache_salt")) + APPROXIMATE_SALT
     one_prompt = _is_one_prompt(asked)
     if not changed:
         return body, one_prompt
@@ -50,31 +54,45 @@ def _says_json(content_type: str) -> bool:
     return not kind or kind.endswith(("/json", "+json"))
 
 
-def _permit(asked: dict[str, Any], given: Any) -> None:
-    """A permission is given by nobody's forbidding it: what the client's own parameters forbid stays so."""
+def _permit(asked: dict[str, Any], given: Any) -> bool:
+    """Whether reuse anywhere is asked for. A permission is given by nobody's forbidding it: what the client's
+    own parameters forbid stays so."""
     try:
-        options = KvassOptions.model_validate({} if given is None else given)
+        options = ReuseOptions.model_validate({} if given is None else given)
     except ValidationError as error:
         first = error.errors()[0]
         param = ".".join(["kvass", *map(str, first["loc"])])
-        raise ApiError(400, f"{param}: {first['msg']}; there are load and keep", param=param) from error
-    forbidden = {name: False for name, may in (("load", options.load), ("store", options.keep)) if not may}
-    if not forbidden:
-        return
+        raise ApiError(
+            400, f"{param}: {first['msg']}; there are load, keep, reuse, max_fraction and budget", param=param
+        ) from error
+    said: dict[str, Any] = {
+        name: False for name, may in (("load", options.load), ("store", options.keep)) if not may
+    }
+    said |= options.model_dump(include={"reuse", "max_fraction", "budget"}, exclude_none=True)
+    if not said.get("budget"):
+        said.pop("budget", None)
+    anywhere = options.reuse == "anywhere"
+    if not said:
+        return anywhere
     param = "kv_transfer_params"
     params = asked.get(param)
     params = {} if params is None else params
     own = params.get("kvass", {}) if isinstance(params, dict) else None
     if not isinstance(own, dict):
         raise ApiError(400, f"{param}: must be an object, and so must its field kvass", param=param)
-    asked[param] = {**params, "kvass": {**own, **forbidden}}
+    asked[param] = {**params, "kvass": {**own, **said}}
+    return anywhere
 
 
 def _mixed(salt: str, own: Any) -> str:
+    key = blake3(salt.encode(), derive_key_context=_SALT).digest()
+    return blake3(_text(own).encode("utf-8", "surrogatepass"), key=key).hexdigest()
+
+
+def _text(own: Any) -> str:
     if own is not None and not isinstance(own, str):
         raise ApiError(400, "cache_salt: must be a string", param="cache_salt")
-    key = blake3(salt.encode(), derive_key_context=_SALT).digest()
-    return blake3((own or "").encode("utf-8", "surrogatepass"), key=key).hexdigest()
+    return own or ""
 
 
 def _is_one_prompt(asked: dict[str, Any]) -> bool:

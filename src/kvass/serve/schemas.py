@@ -32,14 +32,19 @@ class Budget(BaseModel):
     facts_lost: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class LossyOptions(KvassOptions):
-    """`lossy`: whether state of lossy codecs may be used; else as `allow_lossy` is set. `reuse`: `prefix`, or
-    `anywhere` in the prompt; else as `reuse` is set. `max_fraction`: how much of it may be computed anew."""
+class ReuseOptions(KvassOptions):
+    """`reuse`: `prefix`, or `anywhere` in the prompt; else as `reuse` is set. `max_fraction`: how much of it
+    may be computed anew."""
 
-    lossy: bool | None = None
     budget: Budget = Budget()
     reuse: Literal["prefix", "anywhere"] | None = None
     max_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class LossyOptions(ReuseOptions):
+    """`lossy`: whether state of lossy codecs may be used; else as `allow_lossy` is set."""
+
+    lossy: bool | None = None
 
 
 class CompletionOptions(LossyOptions):

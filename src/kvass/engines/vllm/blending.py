@@ -13,10 +13,7 @@ from kvass.config import Settings
 from kvass.engines.vllm.permissions import Permissions
 from kvass.jobs import Job, Jobs
 from kvass.keys import Namespace, blend_namespace
-
-SALT_MARK: Final = "kvass-approximate"
-"""How the `cache_salt` of a request ends that may use approximate state. vLLM shares blocks within a salt
-only, so that no other request gets what such a one loaded."""
+from kvass.provenance import APPROXIMATE_SALT
 
 _LEAST_TOKENS: Final = 128
 """Fewer that were read elsewhere are not worth a worker's time."""
@@ -24,8 +21,8 @@ _LEAST_TOKENS: Final = 128
 
 def tenant_of(salt: str | None) -> tuple[str | None, bool]:
     """A request's salt without the mark, and whether it bears that."""
-    marked = bool(salt) and str(salt).endswith(SALT_MARK)
-    return (str(salt).removesuffix(SALT_MARK) or None, True) if marked else (salt, False)
+    marked = bool(salt) and str(salt).endswith(APPROXIMATE_SALT)
+    return (str(salt).removesuffix(APPROXIMATE_SALT) or None, True) if marked else (salt, False)
 
 
 @dataclass(slots=True)
