@@ -222,3 +222,12 @@ def test_a_certificate_of_another_model_or_altered_allows_nothing(models: Path) 
     verdict = Gate(models).blend(SPACE, "query", 0.14, WIDE)
     assert (verdict.allowed, verdict.kind) == (False, "unreadable")
     assert Gate(models).blends(SPACE) is None
+
+
+def test_prompts_share_what_is_known_of_their_model(models: Path, monkeypatch) -> None:
+    """Each prompt has a root of its own; the certificate is not read again for each."""
+    gate = Gate(models)
+    assert gate.blend(SPACE, "query", 0.14, WIDE).allowed
+    first = gate.blend(blend_namespace(SPACE, prompt(1, 9)), "query", 0.14, WIDE)
+    monkeypatch.setattr("kvass.quality.gate.read_blends", lambda path: pytest.fail("read again"))
+    assert first == gate.blend(blend_namespace(SPACE, prompt(2, 9)), "query", 0.14, WIDE)

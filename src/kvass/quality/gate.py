@@ -40,7 +40,7 @@ class Gate:
         self._models_path = models_path
         self._clock = clock
         self._guard = threading.Lock()
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[tuple[Path, str], _Known] = {}
 
     def verdict(self, namespace: Namespace, codec: str, budget: Budget = DEFAULT_BUDGET) -> Verdict:
         """Whether `codec` may be used for that namespace's model within the budget."""
@@ -79,11 +79,12 @@ class Gate:
         return None if known.refusal else known.certificate
 
     def _of(self, namespace: Namespace, *, fresh: bool = False) -> _Known:
-        root, now = namespace.root(), self._clock()
-        known = self._known.get(root)
+        # not by root: tenants, and the prompts of blended state, each have one of their own
+        folder, now = calibrated_folder(self._models_path, namespace), self._clock()
+        key = folder, namespace.numerics
+        known = self._known.get(key)
         if known is not None and not fresh and now - known.looked < _LOOK_SECONDS:
             return known
-        folder = calibrated_folder(self._models_path, namespace)
         stamps = tuple(map(_stamp, (folder / name for name in _FILES)))
         if known is not None and known.stamps == stamps:
             known = known._replace(looked=now)
@@ -92,12 +93,12 @@ class Gate:
         with self._guard:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[root] = known
+            self._known[key] = known
         return known
 
 
-_MOST: Final = 4096
-"""Namespaces, of which each tenant has its own, that are remembered at once."""
+_MOST: Final = 256
+"""Models that are remembered at once."""
 
 
 def _stamp(path: Path) -> object:

@@ -1,5 +1,6 @@
 """One request under way: loads what is stored of its prompt, computes the rest, writes token by token."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kvass import metrics
 from kvass.cache import Match, StoreTicket
 from kvass.chunks import Tokens
 from kvass.engines.transformers.blending import Blend, blend
@@ -19,10 +21,13 @@ from kvass.engines.transformers.layers import kv_spec
 from kvass.engines.transformers.pool_cache import Interrupted, PoolCache
 from kvass.engines.transformers.sampling import Sampler, Sampling
 from kvass.engines.transformers.text import TextStream
+from kvass.errors import KvassError
 from kvass.keys import Namespace, approximate_namespace, blend_namespace, tenant_digest
 from kvass.provenance import EXACT, Blended, blend_class, is_blend, kind_of_class
 from kvass.quality import Budget
 from kvass.reuse.plan import Reuse
+
+log = logging.getLogger("kvass.engines")
 
 PromptLogits = Callable[[int, torch.Tensor], None]
 """Called with a position and the logits `[n, vocabulary]` behind the `n` prompt tokens from there on."""
@@ -290,10 +295,15 @@ class Answering:
     def _reuse(self, held: PoolCache, reuse: Reuse) -> None:
         """Where exact state ends, use what was read elsewhere; the rest of the prompt is computed with it."""
         identity, exact = self._identity, held.computed
-        if identity is None or self._state != EXACT.kind or (self._staging is not None and not exact):
+        if identity is None or self._state != EXACT.kind:
             return
         own = self._namespace(identity, self._scope.salt)
-        done = blend(self._host, held, self.tokens, exact, own, reuse, self._scope.budget)
+        try:
+            done = blend(self._host, held, self.tokens, exact, own, reuse, self._scope.budget)
+        except KvassError as error:
+            metrics.errors.labels("cache", "reuse").inc()
+            log.warning("kvass: a prompt was not put together of what was read elsewhere: %s", error)
+            return
         if done is None:
             return
         held.set_computed(self.tokens.size)

@@ -113,7 +113,7 @@ class Host:
             try:
                 refuse_unmovable(self.model, kv_spec(self.model))
                 self._movable = True
-            except UnsupportedModelError as error:
+            except (UnsupportedModelError, TypeError, ValueError, RuntimeError, AttributeError) as error:
                 log.warning("kvass: nothing is reused anywhere in a prompt: %s", error)
                 self._movable = False
         return self._movable
