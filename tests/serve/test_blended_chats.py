@@ -1,6 +1,7 @@
 """Chats over documents that stand in another order than they were read in, through the official client."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def test_explain_shows_what_a_request_then_does(begin: Callable[..., Client], ex
     told = client.ask(ASKED, WISH)  # what was explained was not stored: this is repaired now
     assert is_repaired(told)
     assert sum(stop - start for start, stop in pieces["segments"]) == told.kvass["reused_tokens"]
-    assert pieces["recomputed_fraction"] == told.kvass["recomputed_fraction"]
+    assert 0.1 < pieces["recomputed_fraction"] <= WISH["max_fraction"]  # as much as hides behind loading
     assert found["tokens"] == told.usage.prompt_tokens
     for token in pieces["recomputed"]:
         assert any(start <= token < stop for start, stop in pieces["segments"])
@@ -193,11 +194,13 @@ def test_explain_draws_the_prompt(begin: Callable[..., Client], explain: Any) ->
     assert upper.strip("=").strip(".").strip("-") == ""
     assert 20 < upper.count("-") < 40
     assert all(one == "-" for one, below in zip(upper, lower, strict=True) if below != " ")
-    legend = " ".join(lines[at + 2 : at + 4])
-    assert f"# recomputed {len(pieces['recomputed'])}" in legend
+    below = " ".join(lines[at + 2 :])
     ((start, stop),) = pieces["segments"]
-    said = f"{start:,} to {stop - 1:,}: {stop - start:,} tokens read elsewhere, {len(pieces['recomputed'])} "
-    assert said in " ".join(lines)
+    said = rf"{start:,} to {stop - 1:,}: {stop - start:,} tokens read elsewhere, (\d+) computed anew"
+    found = re.search(said, below)
+    assert found
+    assert f"# recomputed {found[1]} " in below
+    assert int(found[1]) > 0.1 * (stop - start) - 2
 
 
 def test_explain_says_why_nothing_is_reused(
