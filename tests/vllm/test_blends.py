@@ -19,6 +19,8 @@ from kvass.quality import BlendMeasured, certify_blends, keep_blends
 
 Answer = dict[str, Any]
 CHUNK = 128
+TRIES = 8
+"""On a busy machine a worker is late at first; what it makes serves the next request."""
 ROW = BlendMeasured(
     method="query", chosen=0.1, fraction=0.15, kl_mean=0.02, kl_low=0.01, kl_high=0.03, top1=0.9,
     facts_tried=200, facts_lost=0, facts_lost_high=0.015,
@@ -59,7 +61,7 @@ def test_vllm_loads_what_a_worker_repaired(
         ("read", system + one, {}),
         ("read", system + two, {}),
         ("no mark", prompt, {"transfer": {"kvass": {**ANYWHERE["kvass"], "store": False}}}),
-        *[("asked", prompt, marked)] * 4,
+        *[("asked", prompt, marked)] * TRIES,
         ("exact", prompt, {"transfer": {"kvass": {"store": False}}}),
         ("marked, but no wish", prompt, {"salt": APPROXIMATE_SALT}),
     ]
@@ -82,10 +84,11 @@ def test_vllm_loads_what_a_worker_repaired(
     whole = (len(prompt) - 1) // CHUNK * CHUNK
     assert cached[0] == 0
     assert cached[2] == exact, "approximate state is for marked salts alone"
-    assert cached[6] == whole, f"repaired by then at the latest: {cached}"
-    assert sorted(cached[3:7]) == cached[3:7]
-    assert set(cached[3:7]) <= {exact, whole}
-    assert cached[7:] == [exact, exact], "nothing of it is for who asks for exact state"
+    tries, others = cached[3 : 3 + TRIES], cached[3 + TRIES :]
+    assert tries[-1] == whole, f"repaired by then at the latest: {cached}"
+    assert sorted(tries) == tries
+    assert set(tries) <= {exact, whole}
+    assert others == [exact, exact], "nothing of it is for who asks for exact state"
     with KVCache.open(settings) as cache:
         states = {one.header().namespace.state for one in cache.entries()}
     assert len([state for state in states if is_blend(state)]) == 1
