@@ -1,5 +1,6 @@
 """Passages that were read elsewhere, in requests: used where asked for and certified, else not at all."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from asking import Asked
 from tiny import text, tiny
 
 from kvass.cache import KVCache
-from kvass.engines.transformers import Engine, Sampling, Usage
+from kvass.engines.transformers import Engine, Sampling, Scope, Usage
 from kvass.keys import blend_namespace
 from kvass.provenance import Blended
 from kvass.quality import BlendMeasured, Budget, Gate, certify_blends, keep_blends
@@ -191,3 +192,19 @@ def test_a_model_whose_kv_cannot_be_moved_reads_as_ever(folder: Path) -> None:
         engine = Engine(odd, cache, slice_tokens=24)
         read_apart(engine)
         assert blended(engine).usage.provenance == "exact"
+
+
+def test_a_request_that_is_cancelled_ends_between_two_layers(machine: Any) -> None:
+    engine = machine(ROW)
+    read_apart(engine)
+    cancelled, usage = threading.Event(), Usage()
+    scope = Scope(reuse=HALF, budget=WIDE)
+    answering = engine.start(PROMPT, Sampling(max_tokens=6), usage=usage, scope=scope, cancelled=cancelled)
+    cancelled.set()
+    answering.begin()
+    assert answering.blended is None
+    assert answering.advance() is None
+    answering.close()
+    assert engine.cache is not None
+    engine.cache.flush(30)
+    assert {one.header().namespace.state for one in engine.cache.entries()} == {"exact"}

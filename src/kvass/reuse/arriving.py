@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvass.container import Array
@@ -47,9 +47,16 @@ class Arrival:
     """Brings segments to their places, layer by layer from the first on, in a thread of its own; what is
     waited for comes next."""
 
-    def __init__(self, workspace: Workspace, segments: Sequence[Arriving], seconds: float | None = None):
-        """Begins at once; ends with `close`. `seconds`: all must be there by then. Raises InputError where
-        segments overlap or do not fit the workspace, UnsupportedModelError for keys that cannot be moved."""
+    def __init__(
+        self,
+        workspace: Workspace,
+        segments: Sequence[Arriving],
+        seconds: float | None = None,
+        given_up: Callable[[], bool] = lambda: False,
+    ):
+        """Begins at once; ends with `close`. `seconds`: all must be there by then; `given_up`: asked before
+        each layer, whether nobody waits for this any more. Raises InputError where segments overlap or do not
+        fit the workspace, UnsupportedModelError for keys that cannot be moved."""
         check_apart([(one.start, one.start + one.tokens) for one in segments])
         spec = workspace.spec
         self._places = spec.places
@@ -60,6 +67,7 @@ class Arrival:
             for one in segments
         ]
         self._until = None if seconds is None else time.monotonic() + seconds
+        self._given_up = given_up
         self._changed = threading.Condition()
         self._left = [(layer, name) for layer in self._places for name in ("k", "v")]
         self._there: set[tuple[int, str]] = set()
@@ -70,7 +78,9 @@ class Arrival:
 
     def wait(self, layer: int, names: Sequence[str]) -> None:
         """Return once these arrays of a layer are in place. Raises Lost where they will not be, or not in
-        time."""
+        time, or nobody wants them any more."""
+        if self._given_up():
+            raise Lost("a blend was given up")
         wanted = {(layer, name) for name in names}
         with self._changed:
             self._left.sort(key=lambda one: one not in wanted)
@@ -122,10 +132,12 @@ def blend(
     selector: Selector,
     fraction: float,
     seconds: float | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> Repaired | None:
     """Repair a prompt whose exact prefix is in the workspace, while its segments arrive; None, and the
-    workspace is of no use any more, where one of them cannot be had within so many seconds."""
-    arrival = Arrival(workspace, segments, seconds)
+    workspace is of no use any more, where one of them cannot be had within so many seconds, or it was
+    `given_up`, which is asked before each layer."""
+    arrival = Arrival(workspace, segments, seconds, given_up)
     workspace.arriving(arrival.wait)
     try:
         return repair(prompt, workspace, selector, fraction)

@@ -299,7 +299,9 @@ class Answering:
             return
         own = self._namespace(identity, self._scope.salt)
         try:
-            done = blend(self._host, held, self.tokens, exact, own, reuse, self._scope.budget)
+            done = blend(
+                self._host, held, self.tokens, exact, own, reuse, self._scope.budget, self._cancelled.is_set
+            )
         except KvassError as error:
             metrics.errors.labels("cache", "reuse").inc()
             log.warning("kvass: a prompt was not put together of what was read elsewhere: %s", error)

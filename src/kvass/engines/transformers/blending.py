@@ -1,6 +1,7 @@
 """Answering from passages that were read elsewhere: found, moved into a request's pool, and repaired."""
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,10 @@ class Blend(NamedTuple):
 
 def blend(
     host: Host, held: PoolCache, tokens: Tokens, exact: int, namespace: Namespace, reuse: Reuse,
-    budget: Budget | None,
+    budget: Budget | None, given_up: Callable[[], bool],
 ) -> Blend | None:  # fmt: skip
     """Complete the KV of a prompt of which the first `exact` tokens are in the pool. None, and what lies
-    behind these is not to be used, where nothing is found, or no certificate covers it.
+    behind these is not to be used, where nothing is found, no certificate covers it, or it was given up.
     """
     cache = host.cache
     if cache is None or not host.movable():
@@ -59,7 +60,7 @@ def blend(
         for group in range(len(spec.groups)):
             workspace.arrays(group, 0, exact)
         left = began + seconds - time.perf_counter()
-        done = arriving.blend(prompt, workspace, found, selector(plan.method), plan.fraction, left)
+        done = arriving.blend(prompt, workspace, found, selector(plan.method), plan.fraction, left, given_up)
     chosen = 0.0 if done is None else len(done.positions) / len(prompt.reused)
     if done is None or chosen < plan.least:
         return None
