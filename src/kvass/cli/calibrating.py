@@ -20,7 +20,7 @@ def calibrate(
     ] = None,
     blends: Annotated[
         bool,
-        typer.Option("--blends", help="Measure repair of moved passages instead: half an hour."),
+        typer.Option("--blends", help="Measure repair of moved passages instead: 45 minutes."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
