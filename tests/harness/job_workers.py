@@ -58,9 +58,8 @@ def work(where: str, name: str, seconds: float = 0.0) -> None:
     jobs.close()
 
 
-def work_and_die(where: str, n: int) -> None:
-    """Do one job and end; killed before the n-th statement or step."""
-    folder = Path(where)
+def counted(folder: Path, n: int) -> Faults:
+    """Steps of this process, each statement of SQLite's one of them; it is killed before the n-th."""
     steps = Faults(folder, dying(n))
 
     class Counting(sqlite3.Connection):
@@ -70,6 +69,13 @@ def work_and_die(where: str, n: int) -> None:
 
     connect = sqlite3.connect
     sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Counting, **options)
+    return steps
+
+
+def work_and_die(where: str, n: int) -> None:
+    """Do one job and end; killed before the n-th statement or step."""
+    folder = Path(where)
+    steps = counted(folder, n)
 
     def do(one: Job, cancelled: threading.Event) -> str:
         steps.note("half way")
@@ -89,15 +95,7 @@ def work_and_die(where: str, n: int) -> None:
 def put_and_die(where: str, n: int) -> None:
     """Ask, killed before the n-th statement."""
     folder = Path(where)
-    steps = Faults(folder, dying(n))
-
-    class Counting(sqlite3.Connection):
-        def execute(self, *arguments: Any) -> sqlite3.Cursor:
-            steps.note(str(arguments[0]))
-            return super().execute(*arguments)
-
-    connect = sqlite3.connect
-    sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Counting, **options)
+    counted(folder, n)
     jobs = open_jobs(folder)
     assert jobs.put(job(1), 60) is not None
     jobs.wait("x", 0)

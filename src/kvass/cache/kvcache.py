@@ -81,7 +81,7 @@ class KVCache(Storing, Converting, Upkeep, Anywhere):
                 lane_objects=settings.remote_queue_objects,
                 codecs=codecs,
                 gate=Gate(settings.models_path),
-                budget=Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost),
+                budget=Budget.of(settings),
             )
         except ConfigError:
             for tier in tiers:

@@ -81,6 +81,10 @@ class Match:
         beneath = self.beneath.anywhere() if self.beneath else None
         return replace(self, runs=runs, child=child, beneath=beneath)
 
+    def whole(self) -> "Match":
+        """The same match, ended where its last whole chunk does."""
+        return self.cut(self.length // self.chunk_tokens * self.chunk_tokens)
+
     def layers(self) -> list["Match"]:
         """The matches of one namespace each that this one is made of, exact first."""
         if self.beneath is None:

@@ -123,8 +123,7 @@ def _looking(settings: Settings, salt: str) -> Any:
     """What a request may load by the settings, keeping nothing."""
     from kvass.engines.transformers import Scope
 
-    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
-    return Scope(salt, keep=False, budget=budget, reuse=Reuse(settings.reuse_max_fraction))
+    return Scope(salt, keep=False, budget=Budget.of(settings), reuse=Reuse(settings.reuse_max_fraction))
 
 
 def _pieces(answering: Any, namespace: Namespace, settings: Settings) -> dict[str, Any]:
@@ -134,9 +133,8 @@ def _pieces(answering: Any, namespace: Namespace, settings: Settings) -> dict[st
         blend = answering.blended
     finally:
         answering.close(keep=False)
-    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
     if blend is None:
-        verdict = Gate(settings.models_path).blend(namespace, DEFAULT, 1.0, budget)
+        verdict = Gate(settings.models_path).blend(namespace, DEFAULT, 1.0, Budget.of(settings))
         reason = "nothing of it that is long enough was read elsewhere, or repairing it would cost too much"
         return {"segments": [], "recomputed": [], "reason": reason if verdict.allowed else verdict.reason}
     return {

@@ -52,7 +52,7 @@ def quality(
     certificate = gate.certificate(namespace)
     if certificate is None:
         raise ModelFilesError(gate.verdict(namespace, "any").reason)
-    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+    budget = Budget.of(settings)
     if png is not None:
         title = f"{certificate.model}: KL of what each codec stores"
         write_png(png, "--png", title, [Drawn(certificate.measured)])

@@ -83,7 +83,7 @@ class _Seen:
         if is_lossless(to):
             return []
         gate = Gate(settings.models_path)
-        budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+        budget = Budget.of(settings)
         reasons = dict[str, None]()
         for root in sorted(self._meant):
             space = self._spaces[root]

@@ -22,7 +22,7 @@ def show_repairs(namespace: Namespace, settings: Settings, as_json: bool) -> Non
     Raises ModelFilesError where there is no certificate that holds.
     """
     gate = Gate(settings.models_path)
-    budget = Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost)
+    budget = Budget.of(settings)
     certificate = gate.blends(namespace)
     if certificate is None:
         raise ModelFilesError(gate.blend(namespace, DEFAULT, 1.0, budget).reason)

@@ -1,6 +1,8 @@
 """What an approximation may cost, and what the gate says of one."""
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
+
+from kvass.config import Settings
 
 
 class Budget(NamedTuple):
@@ -9,6 +11,11 @@ class Budget(NamedTuple):
 
     kl: float = 0.01
     facts_lost: float = 0.025
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """What the operator allows."""
+        return cls(settings.lossy_max_kl, settings.lossy_max_facts_lost)
 
 
 DEFAULT_BUDGET: Final = Budget()

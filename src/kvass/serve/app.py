@@ -65,10 +65,7 @@ class Service:
         salts = tuple(self.salt(name) for name in self.tenants.public if name != tenant)
         settings, asked = self.settings, options.budget
         lossy = settings.allow_lossy if options.lossy is None else options.lossy
-        budget = Budget(
-            settings.lossy_max_kl if asked.kl is None else asked.kl,
-            settings.lossy_max_facts_lost if asked.facts_lost is None else asked.facts_lost,
-        )
+        budget = Budget.of(settings)._replace(**asked.model_dump(exclude_none=True))
         anywhere = (options.reuse or settings.reuse) == "anywhere"
         most = settings.reuse_max_fraction if options.max_fraction is None else options.max_fraction
         reuse = Reuse(most) if anywhere else None

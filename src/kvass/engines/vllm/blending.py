@@ -76,7 +76,7 @@ class Blends:
         match = self._cache.lookup(
             prompt, namespace, limit=limit, local=True, approximate=[space], budget=permits.budget
         )
-        match = match.cut(match.length // match.chunk_tokens * match.chunk_tokens)
+        match = match.whole()
         return match if match.length > exact.length else exact
 
     def _ask(

@@ -103,7 +103,7 @@ class SchedulerHalf:
         self._standard = Permissions(
             reuse=settings.reuse == "anywhere",
             max_fraction=settings.reuse_max_fraction,
-            budget=Budget(settings.lossy_max_kl, settings.lossy_max_facts_lost),
+            budget=Budget.of(settings),
         )
         self._stepped = time.perf_counter()
         self._step_tokens = 0
@@ -218,8 +218,7 @@ class SchedulerHalf:
 
     def _here(self, tokens: list[int], namespace: Namespace, limit: int) -> Match:
         """What this machine's tiers hold of a prompt, in whole chunks."""
-        match = self._cache.lookup(tokens, namespace, limit=limit, local=True)
-        return match.cut(match.length // self._cache.chunk_tokens * self._cache.chunk_tokens)
+        return self._cache.lookup(tokens, namespace, limit=limit, local=True).whole()
 
     def _staged(self, known: Tracked) -> bool:
         """Whether what other machines have has come, or has had its time."""
